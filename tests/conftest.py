@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,19 @@ class DeviceGenerator(torch.Generator):
 
     def __new__(cls, device: torch.device | str | None = None) -> DeviceGenerator:
         return super().__new__(cls, torch.get_default_device() if device is None else device)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser of playwright. Skips the test where playwright or Chromium is missing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,6 +27,12 @@ def finished(tmp_path_factory):
     return price.measure(tiny_options(folder), "python -m benchmarks.price"), folder
 
 
+@pytest.fixture
+def content(finished):
+    """A copy that a test may change."""
+    return json.loads(json.dumps(finished[0]))
+
+
 def test_every_cell_has_ratios(finished):
     content, folder = finished
     written = json.loads((folder / "results.json").read_text())
@@ -88,14 +94,12 @@ def test_a_killed_run_keeps_its_finished_cells(tmp_path, monkeypatch):
     ("part", "name", "value"),
     [("machine", "cpu", "another"), ("settings", "dtype", "bfloat16"), ("machine", "torch", "1")],
 )
-def test_results_of_elsewhere_are_refused(finished, tmp_path, part, name, value):
-    content, _ = finished
-    other = json.loads(json.dumps(content))
-    other[part][name] = value
-    (tmp_path / "results.json").write_text(json.dumps(other))
+def test_results_of_elsewhere_are_refused(content, tmp_path, part, name, value):
+    content[part][name] = value
+    (tmp_path / "results.json").write_text(json.dumps(content))
     with pytest.raises(BenchmarkError, match=rf"{name} '{value}' there.*--overwrite"):
         price.measure(tiny_options(tmp_path), "x")
-    assert json.loads((tmp_path / "results.json").read_text()) == other
+    assert json.loads((tmp_path / "results.json").read_text()) == content
 
 
 def test_a_file_that_was_cut_off_is_refused(tmp_path):
@@ -120,8 +124,7 @@ def test_what_was_too_slow_at_one_length_is_not_tried_at_the_next(tmp_path):
     assert "`rope`: from 16 tokens on" in write_tables(content)
 
 
-def test_the_table_has_every_subject_and_every_reason(finished):
-    content, _ = finished
+def test_the_table_has_every_subject_and_every_reason(content):
     text = write_tables(content)
     for expected in (
         "## A small Llama, one token after a cache of T, over bare",
@@ -134,18 +137,14 @@ def test_the_table_has_every_subject_and_every_reason(finished):
     assert "nan" not in text
 
 
-def test_a_busy_machine_is_told(finished):
-    content, _ = finished
-    content = json.loads(json.dumps(content))
+def test_a_busy_machine_is_told(content):
     for ratio, busy in ((1.01, False), (0.8, True)):
         for cell in content["cells"].values():
             next(row for row in cell["rows"] if row["subject"] == "bare again")["to_bare"]["median"] = ratio
         assert ("The machine was not idle" in write_tables(content)) is busy
 
 
-def test_targets_are_judged_by_the_worst_scheme(finished):
-    content, _ = finished
-    content = json.loads(json.dumps(content))
+def test_targets_are_judged_by_the_worst_scheme(content):
     assert verdicts(content) == []
     row = next(each for each in content["cells"]["model forward 32"]["rows"] if each["subject"] == "alibi")
 
@@ -167,8 +166,7 @@ def test_targets_are_judged_by_the_worst_scheme(finished):
         assert measured.startswith(f"{1 + met} of 2; worst: t5 {worst:.3f}")
 
 
-def test_the_figure_is_drawn_from_two_lengths_on(finished, tmp_path):
-    content, _ = finished
+def test_the_figure_is_drawn_from_two_lengths_on(content, tmp_path):
     paths = draw_price(price_result(content), tmp_path)
     assert [path.name for path in paths] == ["price.png", "price_dark.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 80_000 for path in paths)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import served, started_chromium
+from tests.browser import served
 
 pytestmark = pytest.mark.long
 
@@ -32,17 +32,11 @@ def address(site: Path) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with started_chromium() as found:
-        yield found
-
-
 @pytest.fixture(params=[("light", 1280), ("dark", 400)], ids=lambda one: f"{one[0]}-{one[1]}")
-def tab(request: pytest.FixtureRequest, browser: Any) -> Iterator[tuple[Any, str]]:
+def tab(request: pytest.FixtureRequest, chromium: Any) -> Iterator[tuple[Any, str]]:
     """A page in a colour scheme and a width; it must not print an error."""
     scheme, width = request.param
-    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    opened = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     problems: list[str] = []
     opened.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -90,8 +84,8 @@ def test_the_box_above_the_architectures_hides_other_rows(tab: tuple[Any, str], 
     assert not opened.locator("details tbody tr").first.is_visible()  # folded again
 
 
-def test_the_head_of_a_column_sorts_its_table(browser: Any, address: str) -> None:
-    opened = browser.new_page()
+def test_the_head_of_a_column_sorts_its_table(chromium: Any, address: str) -> None:
+    opened = chromium.new_page()
     opened.goto(f"{address}/study/leaderboard.html")
     table = opened.locator("article table").first
     for first in ("0.99", "1.34"):
@@ -105,8 +99,8 @@ def test_the_head_of_a_column_sorts_its_table(browser: Any, address: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["study/leaderboard", "reference/architectures", "reference/runtimes"])
-def test_wide_tables_are_not_cut_off(name: str, browser: Any, address: str) -> None:
-    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+def test_wide_tables_are_not_cut_off(name: str, chromium: Any, address: str) -> None:
+    opened = chromium.new_page(viewport={"width": 1280, "height": 900})
     opened.goto(f"{address}/{name}.html")
     opened.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     boxes = "[...document.querySelectorAll('article table')].map((one) => one.parentElement)"
@@ -114,8 +108,8 @@ def test_wide_tables_are_not_cut_off(name: str, browser: Any, address: str) -> N
     opened.close()
 
 
-def test_the_button_changes_the_colours(browser: Any, address: str) -> None:
-    opened = browser.new_page(color_scheme="light")
+def test_the_button_changes_the_colours(chromium: Any, address: str) -> None:
+    opened = chromium.new_page(color_scheme="light")
     opened.goto(f"{address}/index.html")
     before = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     opened.click("button.theme-switch-button:visible")

@@ -6,24 +6,31 @@ import ast
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from docs.study import leaderboard, make_pages, measured
+from docs.study import leaderboard, make_pages as study, measured
 from docs.study.claims import CLAIMS, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def study() -> ModuleType:
-    return make_pages
+def of_run(scheme: str, seed: int, losses: float | list[float], **figures: object) -> dict[str, object]:
+    """A finished run with one loss at every length, or with one for each."""
+    each = losses if isinstance(losses, list) else [losses] * len(study.LENGTHS)
+    reading = {"lengths": list(study.LENGTHS), "loss": each, "tail_loss": each}
+    reading["window_tail_loss"] = [[loss, loss] for loss in each]
+    return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", "by_length": reading} | figures
+
+
+def rows_of(table: str, runs: dict[str, list[dict[str, object]]]) -> list[list[str]]:
+    """The cells of each row of a table, without its head."""
+    return [line.split(" | ") for line in study.TABLES[table](runs).splitlines()[2:]]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["results.md", "leaderboard.md"])
-def test_the_tables_of_a_page_are_up_to_date(study: ModuleType, name: str) -> None:
+def test_the_tables_of_a_page_are_up_to_date(name: str) -> None:
     assert name in study.PAGES
     page = (study.FOLDER / name).read_text(encoding="utf-8")
     assert study.filled(page, study.tables_of(read_runs(study.RUNS))) == page, (
@@ -31,12 +38,12 @@ def test_the_tables_of_a_page_are_up_to_date(study: ModuleType, name: str) -> No
     )
 
 
-def test_every_table_stands_on_a_page(study: ModuleType) -> None:
+def test_every_table_stands_on_a_page() -> None:
     pages = "".join((study.FOLDER / name).read_text(encoding="utf-8") for name in study.PAGES)
     assert sorted(re.findall(r"<!-- table: (\w+) -->", pages)) == sorted(study.TABLES)
 
 
-def test_without_runs_every_table_says_so(study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_runs_every_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "FOLDER", tmp_path)
     for name, table in study.TABLES.items():
         if name == "diverged":
@@ -47,61 +54,51 @@ def test_without_runs_every_table_says_so(study: ModuleType, tmp_path: Path, mon
             assert table({}) == study.NOT_RUN
 
 
-def test_tables_rank_schemes_and_give_their_intervals(study: ModuleType) -> None:
+def test_tables_rank_schemes_and_give_their_intervals() -> None:
     def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
-        tail = [loss, loss, loss, loss + 1]
-        reading = {"lengths": list(study.LENGTHS), "tail_loss": tail, "sliding_loss": loss}
-        reading["window_tail_loss"] = [[one, one] for one in tail]
-        curve = {"step": [50, 100], "validation_loss": [2.0, loss]}
-        figures = {
-            "by_length": reading,
-            "curve": curve,
-            "cpu_seconds": 10.0 * (1 + (scheme == "none")),
-            "processor": "this one",
-            "parameters": 9,
-        }
-        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
+        found = of_run(
+            scheme,
+            seed,
+            [loss, loss, loss, loss + 1],
+            curve={"step": [50, 100], "validation_loss": [2.0, loss]},
+            cpu_seconds=10.0 * (1 + (scheme == "none")),
+            processor="this one",
+            parameters=9,
+        )
+        return found | {"by_length": found["by_length"] | {"sliding_loss": loss}}
 
     runs = {
         "reference": [
             run(scheme, seed, loss + seed / 10) for scheme, loss in (("none", 1.8), ("rope", 1.4)) for seed in (0, 1)
         ]
     }
-    rows = [line.split(" | ") for line in study.TABLES["losses"](runs).splitlines()[2:]]
+    rows = rows_of("losses", runs)
     assert [row[0] for row in rows] == ["| `rope`", "| `none`"]
     # Student's interval of two numbers 0.1 apart is 12.706 * 0.05.
     assert rows[0][1] == "1.450 ± 0.635"
     assert "+0.400 [+0.400, +0.400]" in study.TABLES["differences"](runs)
-    speed = {line.split(" | ")[0]: line.split(" | ") for line in study.TABLES["speed"](runs).splitlines()[2:]}
+    speed = {row[0]: row for row in rows_of("speed", runs)}
     assert speed["| `none`"][1] == "not reached"
     assert speed["| `rope`"][1:3] == ["78 ± 32", "0.50"]
     # Half of the steps of `none` fit the time of `rope`.
     assert speed["| `none`"][4].startswith("2.000")
 
 
-def test_a_new_seed_is_compared_with_what_the_others_expect(study: ModuleType) -> None:
+def test_a_new_seed_is_compared_with_what_the_others_expect() -> None:
     def run(seed: int, loss: float) -> dict[str, object]:
-        reading = {
-            "lengths": list(study.LENGTHS),
-            "window_tail_loss": [[loss, loss], *[[2.0, 2.0]] * 2, [loss + 1] * 2],
-        }
-        return {"task": "causal", "scheme": "none", "seed": seed, "status": "finished", "by_length": reading}
+        return of_run("none", seed, [loss, 2.0, 2.0, loss + 1])
 
     # Student's quantile of one degree of freedom, 12.706, times 0.0141 * sqrt(1.5): 0.220 around 1.51.
     runs = {"reference": [run(0, 1.50), run(1, 1.52)], "reference_rerun": [run(6, 1.72), run(7, 1.74)]}
-    rows = [line.split(" | ") for line in study.TABLES["rerun"](runs).splitlines()[2:]]
+    rows = rows_of("rerun", runs)
     assert [row[1] for row in rows] == ["128", "128", "1,024", "1,024"]
     assert [row[3] for row in rows[::2]] == ["[1.290, 1.730]", "[2.290, 2.730]"]
     assert [row[-1] for row in rows] == ["yes |", "**no** |"] * 2
 
 
-def test_a_repeated_training_is_compared_with_the_first_one(study: ModuleType) -> None:
+def test_a_repeated_training_is_compared_with_the_first_one() -> None:
     def run(seed: int, loss: float) -> dict[str, object]:
-        reading = {
-            "lengths": list(study.LENGTHS),
-            "window_tail_loss": [[loss] * 2, [9.0] * 2, [9.0] * 2, [loss + 1] * 2],
-        }
-        return {"task": "causal", "scheme": "rope", "seed": seed, "status": "finished", "by_length": reading}
+        return of_run("rope", seed, [loss, 9.0, 9.0, loss + 1])
 
     runs = {"reference": [run(0, 1.20), run(1, 1.30)], "reference_control": [run(0, 1.21)]}
     rows = study.TABLES["control"](runs).splitlines()[2:]
@@ -110,16 +107,16 @@ def test_a_repeated_training_is_compared_with_the_first_one(study: ModuleType) -
     ]  # fmt: skip
 
 
-def of_processor(scheme: str, loss: float, processor: str) -> dict[str, object]:
-    reading = {"lengths": [128, 256, 512, 1024], "window_tail_loss": [[loss]] * 4}
-    figures = {"by_length": reading, "processor": processor}
-    return {"task": "causal", "scheme": scheme, "seed": 0, "status": "finished", **figures}
-
-
-def test_each_scheme_has_the_better_of_two_rates(study: ModuleType) -> None:
+def test_each_scheme_has_the_better_of_two_rates() -> None:
     runs = {
-        "reference": [of_processor(*one, "slow") for one in (("rope", 1.22), ("t5", 1.23), ("alibi", 1.28))],
-        "reference_half_rate": [of_processor(*one, "fast") for one in (("rope", 1.20), ("t5", 1.29), ("alibi", 1.26))],
+        "reference": [
+            of_run(scheme, 0, loss, processor="slow")
+            for scheme, loss in (("rope", 1.22), ("t5", 1.23), ("alibi", 1.28))
+        ],
+        "reference_half_rate": [
+            of_run(scheme, 0, loss, processor="fast")
+            for scheme, loss in (("rope", 1.20), ("t5", 1.29), ("alibi", 1.26))
+        ],
     }
     assert study.TABLES["other_rate"](runs).splitlines()[2:] == [
         "| `rope` | 1.220 | 1.200 | -0.020 |  | 1 |",
@@ -131,21 +128,17 @@ def test_each_scheme_has_the_better_of_two_rates(study: ModuleType) -> None:
 @pytest.mark.parametrize(("processor", "above"), [("slow", -0.03), ("fast", -0.01), ("another", None)])
 def test_the_catalogue_is_compared_with_the_better_rope_of_its_processor(processor: str, above: float | None) -> None:
     runs = {
-        "reference": [of_processor("rope", 1.22, "slow")],
-        "reference_control": [of_processor("rope", 1.21, "fast")],
-        "reference_half_rate": [of_processor("rope", 1.20, "fast")],
+        "reference": [of_run("rope", 0, 1.22, processor="slow")],
+        "reference_control": [of_run("rope", 0, 1.21, processor="fast")],
+        "reference_half_rate": [of_run("rope", 0, 1.20, processor="fast")],
     }
-    found = leaderboard._above_rope(runs, "reference_catalogue", {0: of_processor("cope", 1.19, processor)})
+    found = leaderboard._above_rope(runs, "reference_catalogue", {0: of_run("cope", 0, 1.19, processor=processor)})
     assert found.value == pytest.approx(math.nan if above is None else above, nan_ok=True)
 
 
-def test_windows_are_compared_with_rope_in_all_layers_seed_by_seed(study: ModuleType) -> None:
-    def run(scheme: str, seed: int, losses: list[float]) -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[loss] for loss in losses]}
-        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", "by_length": reading}
-
-    runs = [run("native", seed, [1.0 + seed, 2.0 + seed, 3.0 + seed, 4.0 + seed]) for seed in (0, 1, 2)]
-    runs += [run("local_global", seed, [1.1 + seed, 1.1 + seed, 1.2 + seed, 1.3 + seed]) for seed in (0, 1)]
+def test_windows_are_compared_with_rope_in_all_layers_seed_by_seed() -> None:
+    runs = [of_run("native", seed, [1.0 + seed, 2.0 + seed, 3.0 + seed, 4.0 + seed]) for seed in (0, 1, 2)]
+    runs += [of_run("local_global", seed, [1.1 + seed, 1.1 + seed, 1.2 + seed, 1.3 + seed]) for seed in (0, 1)]
     rows = [line.split(" | ") for line in study.TABLES["window_differences"]({"reference_windows": runs}).splitlines()]
     assert rows[2] == ["| `native`", "", "", "", "", "+3.000 [+3.000, +3.000] |"]
     # The seed that only RoPE has is left out.
@@ -153,11 +146,9 @@ def test_windows_are_compared_with_rope_in_all_layers_seed_by_seed(study: Module
     assert [cell.split(" [")[0] for cell in rows[3][1:]] == expected
 
 
-def test_repeats_say_how_many_seeds_each_study_has(study: ModuleType) -> None:
+def test_repeats_say_how_many_seeds_each_study_has() -> None:
     def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[loss]] * 4, "tail_loss": [loss] * 4}
-        figures = {"by_length": reading, "curve": {"step": [50, 100], "validation_loss": [2.0, loss]}}
-        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
+        return of_run(scheme, seed, loss, curve={"step": [50, 100], "validation_loss": [2.0, loss]})
 
     losses = {"kerple": 1.2, "alibi": 1.3}
     main = [run(scheme, seed, loss) for scheme, loss in losses.items() for seed in range(3)]
@@ -184,8 +175,7 @@ def test_the_examples_of_the_raw_runs_give_the_numbers_beside_them(place: int, m
 
 def test_times_are_relative_to_the_same_processor() -> None:
     def run(scheme: str, seconds: float, processor: str) -> dict[str, object]:
-        figures = {"cpu_seconds": seconds, "processor": processor, "status": "finished"}
-        return {"task": "causal", "scheme": scheme, "seed": 0} | figures
+        return of_run(scheme, 0, 1.0, cpu_seconds=seconds, processor=processor)
 
     slow, fast = run("none", 10.0, "slow"), run("none", 4.0, "fast")
     runs = {"reference": [slow], "reference_control": [fast]}
@@ -194,7 +184,7 @@ def test_times_are_relative_to_the_same_processor() -> None:
     assert leaderboard._relative_time(runs, {0: run("cope", 8.0, "another")}) == ""
 
 
-def test_what_is_quoted_is_compared_seed_by_seed(study: ModuleType) -> None:
+def test_what_is_quoted_is_compared_seed_by_seed() -> None:
     def run(scheme: str, seed: int, right: float) -> dict[str, object]:
         answers = {"lengths": [5, 10], "accuracy": [1.0, right]}
         named = {"task": "reverse", "scheme": scheme, "seed": seed, "status": "finished"}
@@ -209,7 +199,7 @@ def test_what_is_quoted_is_compared_seed_by_seed(study: ModuleType) -> None:
                         "+0.10 [+0.10, +0.10] | 2 |")  # fmt: skip
 
 
-def test_steps_to_a_loss_that_is_never_reached_are_a_bound(study: ModuleType) -> None:
+def test_steps_to_a_loss_that_is_never_reached_are_a_bound() -> None:
     def run(scheme: str, seed: int, last: float) -> dict[str, object]:
         curve = {"step": [50, 100], "validation_loss": [3.0, last]}
         reading = {"lengths": list(study.LENGTHS), "tail_loss": [last] * 4, "window_tail_loss": [[last, None]] * 4}
@@ -225,22 +215,19 @@ def test_steps_to_a_loss_that_is_never_reached_are_a_bound(study: ModuleType) ->
     assert row.endswith("| masked, steps to 2.50 | 75 | not reached | below -25 | 2 |")
 
 
-def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: ModuleType) -> None:
+def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each() -> None:
     def run(label: str, seed: int, loss: float) -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "window_tail_loss": [[loss]] * 4}
-        before = {"lengths": list(study.LENGTHS), "loss": [3.0] * 4}
-        figures = {"by_length": reading, "before": before}
-        return {"task": "causal", "scheme": label, "seed": seed, "status": "finished", **figures}
+        return of_run(label, seed, loss, before={"lengths": list(study.LENGTHS), "loss": [3.0] * 4})
 
     losses = {"rope-slow": 1.2, "rope-fast": 1.3, "none-slow": 2.0, "none-fast": 1.7}
     runs = {"reference_heal": [run(label, seed, loss + seed) for label, loss in losses.items() for seed in (0, 1)]}
-    rows = [line.split(" | ") for line in study.TABLES["heal"](runs).splitlines()[2:]]
+    rows = rows_of("heal", runs)
     assert [row[0] for row in rows] == ["| `rope`", "| `none`"]
     assert rows[1][1] == "3.000"
     assert rows[1][4] == "+0.500 [+0.500, +0.500]"
 
 
-def test_swaps_of_a_pretrained_model_are_compared_with_the_one_that_was_not_swapped(study: ModuleType) -> None:
+def test_swaps_of_a_pretrained_model_are_compared_with_the_one_that_was_not_swapped() -> None:
     def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
         reading = {"lengths": [256, 1024], "loss": [loss, loss + 1], "window_tail_loss": [[loss - 1], [loss]]}
         figures = {"by_length": reading, "before": reading | {"loss": [5.0, 6.0]}}
@@ -257,33 +244,29 @@ def test_swaps_of_a_pretrained_model_are_compared_with_the_one_that_was_not_swap
     assert rows[2][1:4] == ["5.000", "4.900", ""]
 
 
-def test_swaps_that_diverged_or_were_not_run_leave_the_rest(study: ModuleType) -> None:
+def test_swaps_that_diverged_or_were_not_run_leave_the_rest() -> None:
     def run(label: str, seed: int, loss: float, status: str = "finished") -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "window_tail_loss": [[loss]] * 4}
-        figures = {"by_length": reading, "before": reading, "reason": "", "status": status}
-        return {"task": "causal", "scheme": label, "seed": seed} | figures
+        found = of_run(label, seed, loss, reason="", status=status)
+        return found | {"before": found["by_length"]}
 
     runs = [run("rope-slow", seed, 1.2) for seed in (0, 1)] + [run("alibi-slow", 0, 2.0)]
     runs += [run("alibi-fast", seed, 9.0, "diverged") for seed in (0, 1)] + [run("none-fast", 3, 2.5)]
-    rows = {
-        line.split(" | ")[0]: line.split(" | ") for line in study.TABLES["heal"]({"reference_heal": runs}).splitlines()
-    }
+    rows = {row[0]: row for row in rows_of("heal", {"reference_heal": runs})}
     # One seed has no interval, and no seed of the control nothing to compare with.
     assert rows["| `alibi`"][2:5] == ["2.000", "", "+0.800"]
     assert rows["| `none`"][2:5] == ["", "2.500", ""]
 
 
-def test_a_new_seed_that_diverged_is_not_inside(study: ModuleType) -> None:
+def test_a_new_seed_that_diverged_is_not_inside() -> None:
     def run(seed: int, status: str = "finished") -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[1.5 + seed / 100] * 2] * 4}
-        return {"task": "causal", "scheme": "none", "seed": seed, "status": status, "by_length": reading}
+        return of_run("none", seed, 1.5 + seed / 100, status=status)
 
     runs = {"reference": [run(0), run(1), run(2, "diverged")], "reference_rerun": [run(6, "diverged")]}
-    rows = [line.split(" | ") for line in study.TABLES["rerun"](runs).splitlines()[2:]]
+    rows = rows_of("rerun", runs)
     assert [(row[2], row[-1]) for row in rows] == [("2", "**no** |")] * 2
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 16), (None, 256)])
-def test_cached_numbers_count_keys_values_and_features(study: ModuleType, name: str | None, numbers: int) -> None:
+def test_cached_numbers_count_keys_values_and_features(name: str | None, numbers: int) -> None:
     # 4 heads of width 32; a forget gate adds 16 bytes to the key of each head, which are four numbers.
     assert leaderboard.cached_numbers({} if name is None else {"scheme": name}) == numbers

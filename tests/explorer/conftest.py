@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import served, started_chromium
+from tests.browser import served
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -18,12 +18,6 @@ def address() -> Iterator[str]:
     """Of the explorer under the sub-path that it has on the documentation site."""
     with served(DOCS) as root:
         yield f"{root}/explorer/index.html"
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    with started_chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.browser import served
 from tests.explorer.conftest import DOCS
 from tests.explorer.library import data
-from tests.explorer.test_page import CLIPPED, CONTRAST, NAMELESS, NO_OVERFLOW, SCHEMES, content, settle
+from tests.explorer.test_page import CLIPPED, CONTRAST, NAMELESS, NO_OVERFLOW, SCHEMES, content, go, settle
 
 pytestmark = pytest.mark.long
 
@@ -22,17 +22,6 @@ TICKS = """([panel, axis]) => [...document.querySelectorAll(`${panel} .column`)]
     .filter((one) => (one.getAttribute("text-anchor") === "end") === (axis === "y"))
     .map((one) => one.textContent))"""
 KEYS = "(panel) => [...document.querySelectorAll(`${panel} .column .key`)].map((key) => key.textContent)"
-
-
-def go(page: Any, address: str) -> None:
-    """Changes the address of an open page and waits until it is drawn."""
-    page.evaluate("(address) => { location.hash = address; }", address)
-    page.wait_for_function("(name) => document.querySelector('#scheme').value === name", arg=_first(address))
-    settle(page)
-
-
-def _first(address: str) -> str:
-    return address[1:].split("&")[0].split(",")[0]
 
 
 def test_two_schemes_stand_beside_each_other_with_the_same_axes(open_page: Any) -> None:
@@ -173,6 +162,7 @@ def test_examples_of_the_library_change_the_pictures_and_say_that_they_are_examp
 def test_an_unknown_name_is_answered_with_links_to_the_nearest_ones(open_page: Any) -> None:
     page = open_page("#cop")
     assert "no scheme “cop”" in page.inner_text("#problems")
+    assert page.input_value("#scheme") == "rope"
     names = page.eval_on_selector_all("#problems a", "all => all.map((one) => one.textContent)")
     assert names[0] == "cope"
     page.click("#problems a >> nth=0")
@@ -225,7 +215,3 @@ def test_opened_as_a_file_it_says_how_to_serve_it(chromium: Any) -> None:
     assert page.is_hidden("main")
     assert page.evaluate(NO_OVERFLOW)
     page.close()
-
-
-def test_the_note_on_files_is_hidden_on_a_server(open_page: Any) -> None:
-    assert open_page().is_hidden("#from-file")

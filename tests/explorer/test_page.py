@@ -63,11 +63,20 @@ def settle(page: Any) -> None:
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+def go(page: Any, address: str) -> None:
+    """Changes the address of an open page and waits until it is drawn."""
+    page.evaluate("(address) => { location.hash = address; }", address)
+    scheme = re.split("[&,]", address[1:])[0]
+    page.wait_for_function("(name) => document.querySelector('#scheme').value === name", arg=scheme)
+    settle(page)
+
+
 def test_the_page_loads_and_links_to_the_documentation_only_where_it_is(open_page: Any) -> None:
     page = open_page()
     assert page.input_value("#scheme") == "rope"
     assert page.inner_text("h1")
     assert page.is_visible("#docs-link")
+    assert page.is_hidden("#from-file")
     for panel in (*PANELS, "#minilm"):
         assert page.locator(f"{panel} >> visible=true").count() > 0, panel
 
@@ -219,9 +228,7 @@ def test_a_scheme_that_changes_another_one_is_drawn_with_it(open_page: Any) -> N
         ("#rerope&causal=1", "rope alone"),
         ("#position_scale&inner=sinusoidal", "sinusoidal alone"),
     ):
-        page.evaluate("(view) => { location.hash = view; }", view)
-        page.wait_for_function("(name) => document.querySelector('#scheme').value === name", arg=view[1:].split("&")[0])
-        settle(page)
+        go(page, view)
         assert text in page.inner_text("#decay .legend")
         lines = page.eval_on_selector_all(
             "#decay .chart > svg path.series", "all => all.map((one) => one.getAttribute('d'))"
@@ -264,16 +271,12 @@ def test_the_address_restores_a_view(open_page: Any, view: str) -> None:
 
 
 def test_an_address_that_cannot_be_understood_is_answered_with_a_sentence(open_page: Any) -> None:
-    page = open_page("#ropee&theta=5")
-    assert "no scheme “ropee”" in page.inner_text("#problems")
-    assert page.input_value("#scheme") == "rope"
     page = open_page("#rope&theta=-3&color=red&scaling=nothing&n=abc&%E0%A4%A")
     text = page.inner_text("#problems")
     assert "theta cannot be -3" in text
     assert "no option color" in text
     assert "scaling cannot be nothing" in text
-    page.evaluate("location.hash = '#kerple'")
-    page.wait_for_function("document.querySelector('#scheme').value === 'kerple'")
+    go(page, "#kerple")
     assert page.is_hidden("#problems")
 
 

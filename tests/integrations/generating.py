@@ -26,11 +26,6 @@ _STEP_BY_STEP = "most likely token after each whole forward, no cache"
 _WITHOUT_CACHE = "the same call with use_cache=False"
 
 
-def _greedy(scheme: Any) -> None:
-    model, prompt = llama(scheme), tokens(2, 9)
-    assert_same_tokens(model.generate(prompt, **_SETTINGS), argmax_decoding(model, prompt))
-
-
 def _left_padded_batch(scheme: Any) -> None:
     model, prompt = llama(scheme), tokens(2, 9)
     found = model.generate(**left_padded(prompt), **_SETTINGS)
@@ -43,21 +38,17 @@ def _against_no_cache(**settings: Any) -> Any:
         found = []
         for use_cache in (True, False):
             torch.manual_seed(0)
-            own = {"use_cache": use_cache} if scheme_allows(model) or not use_cache else {}
+            # A scheme may have switched the cache off in the model's own generation config.
+            own = {"use_cache": use_cache} if model.generation_config.use_cache or not use_cache else {}
             found.append(model.generate(prompt, **(_SETTINGS | settings | own)))
         assert_same_tokens(*found)
 
     return check
 
 
-def scheme_allows(model: Any) -> bool:
-    """Whether the model's own generation config uses a cache."""
-    return bool(model.generation_config.use_cache)
-
-
-def _against_argmax(**settings: Any) -> Any:
+def _against_argmax(rows: int = 1, **settings: Any) -> Any:
     def check(scheme: Any) -> None:
-        model, prompt = llama(scheme), tokens(1, 9)
+        model, prompt = llama(scheme), tokens(rows, 9)
         assert_same_tokens(model.generate(prompt, **(_SETTINGS | settings)), argmax_decoding(model, prompt))
 
     return check
@@ -192,7 +183,7 @@ def _feature_extraction_pipeline(scheme: Any) -> None:
 
 
 TOOLS = [
-    Tool("Generating", "greedy", _greedy, _STEP_BY_STEP),
+    Tool("Generating", "greedy", _against_argmax(rows=2), _STEP_BY_STEP),
     Tool("Generating", "greedy, left-padded batch", _left_padded_batch, "each row alone, no cache"),
     Tool("Generating", "sampling", _against_no_cache(do_sample=True, top_k=20), _WITHOUT_CACHE),
     Tool("Generating", "beam search", _against_no_cache(num_beams=3), _WITHOUT_CACHE),

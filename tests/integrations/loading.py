@@ -142,29 +142,29 @@ def _torchao(bits: int) -> Any:
     return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16))
 
 
-def _quantised_by_torchao(scheme: Any) -> None:
-    """torchao's `quantize_` before patching, and after it."""
+def _quantised_before_patching(quantise: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Quantised after patching, and before it. The oracle is quantised too: activations may be rounded by all rows."""
+
+    def check(scheme: Any) -> None:
+        model, ids = llama(scheme), tokens()
+        quantised, twin = quantise(llama(scheme)), hf_posenc.patch_model(quantise(llama(None)), scheme)
+        twin.position_encoding.load_state_dict(model.position_encoding.state_dict())
+        found = _logits(quantised, ids)
+        assert_close(found, _logits(twin, ids))
+        assert (found - _logits(model, ids)).abs().max() > 0, "nothing was quantised"
+
+    return check
+
+
+def _by_torchao(model: Any) -> Any:
     from torchao.quantization import quantize_
 
-    model, twin, ids = llama(scheme), llama(None), tokens()
-    exact = _logits(model, ids)
     quantize_(model, _torchao(8))
-    quantize_(twin, _torchao(8))
-    hf_posenc.patch_model(twin, scheme)
-    twin.position_encoding.load_state_dict(model.position_encoding.state_dict())
-    assert_close(_logits(model, ids), _logits(twin, ids))
-    assert (_logits(model, ids) - exact).abs().max() > 0, "nothing was quantised"
+    return model
 
 
-def _quantised_linear(scheme: Any) -> None:
-    """torch's dynamic int8. It rounds activations by the range of all rows, so the oracle is quantised too."""
-    model, twin, ids = llama(scheme), llama(None), tokens()
-    quantise = torch.ao.quantization.quantize_dynamic
-    quantised = quantise(model, {torch.nn.Linear}, dtype=torch.qint8)
-    twin = hf_posenc.patch_model(quantise(twin, {torch.nn.Linear}, dtype=torch.qint8), scheme)
-    twin.position_encoding.load_state_dict(model.position_encoding.state_dict())
-    assert_close(_logits(quantised, ids), _logits(twin, ids))
-    assert (_logits(quantised, ids) - _logits(model, ids)).abs().max() > 0, "nothing was quantised"
+def _by_torch(model: Any) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
 def _compiled(scheme: Any) -> None:
@@ -286,14 +286,15 @@ TOOLS = [
          _quantised_while_loading(lambda: TorchAoConfig(_torchao(8))), _QUANTISED, ("torchao",)),
     Tool("Quantised weights", "torchao int4, while loading; saved",
          _quantised_while_loading(lambda: TorchAoConfig(_torchao(4))), _QUANTISED, ("torchao",)),
-    Tool("Quantised weights", "torchao int8, quantize_", _quantised_by_torchao, _QUANTISED, ("torchao",)),
+    Tool("Quantised weights", "torchao int8, quantize_", _quantised_before_patching(_by_torchao), _QUANTISED,
+         ("torchao",)),
     Tool("Quantised weights", "bitsandbytes int8, while loading; saved",
          _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_8bit=True)), _QUANTISED, ("bitsandbytes",)),
     Tool("Quantised weights", "bitsandbytes nf4, while loading; saved",
          _quantised_while_loading(
              lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), **_WHOLE_BLOCKS),
          _QUANTISED, ("bitsandbytes",)),
-    Tool("Quantised weights", "torch dynamic int8", _quantised_linear, _QUANTISED),
+    Tool("Quantised weights", "torch dynamic int8", _quantised_before_patching(_by_torch), _QUANTISED),
     Tool("Compiling", "torch.compile (aot_eager, full graph)", _compiled, _PLAIN),
     Tool("Compiling", "torch.compile, static decoding", _static_decoding_compiled, "generate, not compiled"),
     Tool("Compiling", "torch.export (BERT)", _exported(dynamic=False), _PLAIN),

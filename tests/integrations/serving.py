@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-import time
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,39 +10,15 @@ from tests.integrations.subject import NEW_TOKENS, argmax_decoding, llama, saved
 from tests.integrations.tool import Tool
 
 
-@contextlib.contextmanager
-def _server() -> Iterator[str]:
-    """The address of a `transformers serve` in this process, which has imported the plugin."""
-    from transformers.cli.serve import Serve
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = Serve(host="127.0.0.1", port=port, device="cpu", dtype="float32", non_blocking=True, log_level="error")
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(100):
-            try:
-                with urllib.request.urlopen(f"{address}/health", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.1)
-        yield address
-    finally:
-        server.kill_server()
-
-
 def _serve(scheme: Any) -> None:
+    from tests.serving.chats import server
+
     model, prompt = llama(scheme), tokens(1, 9)
     expected = argmax_decoding(model, prompt)[:, 9:]
-    with saved(model) as path, _server() as address:
-        body = {"model": path, "prompt": text(prompt[0]), "max_tokens": NEW_TOKENS, "temperature": 0.0}
-        request = urllib.request.Request(
-            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            answer = json.load(response)["choices"][0]["text"]
-    assert answer.split() == tokenizer().decode(expected[0], skip_special_tokens=True).split()
+    with saved(model) as path, server() as served:
+        answer = served.completions.create(model=path, prompt=text(prompt[0]), max_tokens=NEW_TOKENS, temperature=0.0)
+    wanted = tokenizer().decode(expected[0], skip_special_tokens=True)
+    assert answer.choices[0].text.split() == wanted.split()
 
 
 def _lm_eval(scheme: Any) -> None:

@@ -119,47 +119,29 @@ def _dataset() -> Any:
     return Dataset.from_dict({"input_ids": [ids.tolist() for ids in _documents()]})
 
 
-def _supervised(**settings: Any) -> Any:
+def _supervised(lora: bool = False, **settings: Any) -> Any:
+    """Each document is one sequence. Wrapped packing cuts them wherever a row ends, and a row is one sequence."""
+
     def check(scheme: Any) -> None:
         from trl import SFTConfig, SFTTrainer
 
-        model = llama(scheme)
-        lora = settings.get("lora")
-        options = {key: value for key, value in settings.items() if key != "lora"}
-        expected = _loss(model, _documents())
+        model, adapter = llama(scheme), None
         if lora:
             from peft import LoraConfig
 
-            options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        peft_config = options.pop("peft_config", None)
+            adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         with folder() as path:
-            arguments = SFTConfig(**_quiet(path, max_steps=1, max_length=64, bf16=False, loss_type="nll") | options)
+            arguments = SFTConfig(**_quiet(path, max_steps=1, max_length=64, bf16=False, loss_type="nll") | settings)
+            expected = _loss(model, _documents())
             trainer = SFTTrainer(
-                model, args=arguments, train_dataset=_dataset(), processing_class=tokenizer(), peft_config=peft_config
+                model, args=arguments, train_dataset=_dataset(), processing_class=tokenizer(), peft_config=adapter
             )
+            if settings.get("packing_strategy") == "wrapped":
+                expected = _loss(model, [torch.tensor(row) for row in trainer.train_dataset["input_ids"]])
             trainer.train()
         _same_loss(trainer.state.log_history[0]["loss"], expected)
 
     return check
-
-
-def _wrapped_packing(scheme: Any) -> None:
-    """Packing that cuts documents wherever a row ends: a row is one sequence."""
-    from trl import SFTConfig, SFTTrainer
-
-    model = llama(scheme)
-    row = torch.cat(_documents())[:24]
-    expected = _loss(model, list(row.view(2, 12)))
-    with folder() as path:
-        arguments = SFTConfig(
-            **_quiet(path, max_steps=1, max_length=12, bf16=False, packing=True, packing_strategy="wrapped",
-                     loss_type="nll", dataloader_drop_last=False)
-        )  # fmt: skip
-        trainer = SFTTrainer(model, args=arguments, train_dataset=_dataset(), processing_class=tokenizer())
-        rows = [torch.tensor(packed) for packed in trainer.train_dataset["input_ids"]]
-        expected = _loss(model, rows)
-        trainer.train()
-    _same_loss(trainer.state.log_history[0]["loss"], expected)
 
 
 def _preferences(lora: bool) -> Any:
@@ -200,7 +182,9 @@ TOOLS = [
          "loss of documents one by one", ("trl",)),
     Tool("Training", "TRL SFT, padding-free", _supervised(padding_free=True, max_length=None),
          "loss of documents one by one", ("trl",)),
-    Tool("Training", "TRL SFT, packed (wrapped)", _wrapped_packing, "loss of the packed rows one by one", ("trl",)),
+    Tool("Training", "TRL SFT, packed (wrapped)",
+         _supervised(packing=True, packing_strategy="wrapped", max_length=12, dataloader_drop_last=False),
+         "loss of the packed rows one by one", ("trl",)),
     Tool("Training", "TRL SFT with LoRA", _supervised(lora=True), "loss of documents one by one", ("trl", "peft")),
     Tool("Training", "TRL DPO, model patched in memory", _preferences(lora=False), "log 2: policy = reference",
          ("trl",)),

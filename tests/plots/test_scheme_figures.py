@@ -81,10 +81,6 @@ class ThirdPartyConfig(SchemeConfig):
         return SchemeParts(additive=Waves()) if self.wave else SchemeParts(query_key_map=Stretch())
 
 
-def kinds_of(config: SchemeConfig) -> list[str]:
-    return [kind.name for kind in applicable_kinds(subject_of(config))]
-
-
 def lines(config: SchemeConfig, kind: str, panel: int = 0) -> dict[str, numpy.ndarray]:
     axes = draw_kind(kind_named(kind), subject_of(config)).axes[panel]
     return {str(line.get_label()): numpy.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()}
@@ -341,7 +337,7 @@ class WideRopeConfig(SchemeConfig):
 def test_a_scheme_is_drawn_at_the_first_place_it_fits():
     subject = subject_of(WideRopeConfig())
     assert (subject.context.head_dim, subject.context.causal) == (128, False)
-    assert kinds_of(WideRopeConfig()) == MAP
+    assert [kind.name for kind in applicable_kinds(subject)] == MAP
     assert "bidirectional model with heads of 128" in subject.place_note
     assert subject_of(RopeConfig()).place_note == ""
 

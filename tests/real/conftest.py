@@ -37,6 +37,11 @@ def minilm_folder():
 
 
 @pytest.fixture(scope="session")
+def splade_folder():
+    return _located(packaged_models.SPLADE_TINY.locate)
+
+
+@pytest.fixture(scope="session")
 def smollm2_folder(request):
     """SmolLM2-135M, converted once into $HF_POSENC_ASSETS, or into pytest's cache."""
     assets = os.environ.get("HF_POSENC_ASSETS") or request.config.cache.mkdir("hf_posenc_assets")

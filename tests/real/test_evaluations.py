@@ -1,7 +1,6 @@
 """The evaluations on weights that were really trained, where their numbers have a meaning."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,9 +40,9 @@ def test_more_context_helps_smollm2_and_no_positions_do_not(smollm2, speech):
     assert result.value("none", "loss", length=256) > long + 1
 
 
-def test_splade_has_no_position_past_its_table_and_a_scheme_without_table_has(packaged_splade, speech):
-    model = AutoModelForMaskedLM.from_pretrained(packaged_splade).eval()
-    tokenizer = AutoTokenizer.from_pretrained(packaged_splade)
+def test_splade_has_no_position_past_its_table_and_a_scheme_without_table_has(splade_folder, speech):
+    model = AutoModelForMaskedLM.from_pretrained(splade_folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(splade_folder)
     result = text_losses(model, tokenizer, [speech], [128, 1024], ["native", "alibi"], max_windows=2)
     assert not result.settings["causal"]
     assert "512 positions" in result.record("native", "loss", length=1024).note
@@ -77,11 +76,3 @@ def test_rounded_position_ids_cost_smollm2_its_quality_and_rounded_cosines_do_no
     # Measured: +1.14 and +0.002 nats.
     assert changes["ids bfloat16"] > 0.3
     assert abs(changes["encodings bfloat16"]) < 0.02
-
-
-@pytest.fixture(scope="module")
-def packaged_splade():
-    try:
-        return sys.modules["packaged_models"].SPLADE_TINY.locate()
-    except (FileNotFoundError, ImportError) as error:
-        pytest.skip(str(error))

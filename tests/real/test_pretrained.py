@@ -1,5 +1,6 @@
 """Weights that were really trained: a scheme put where the stock one was must give the same model back."""
 
+import contextlib
 import math
 import pydoc_data.topics
 
@@ -11,6 +12,16 @@ from hf_posenc import native_scheme, patch_model, unpatch_model
 pytestmark = pytest.mark.assets
 
 WINDOW = 512
+
+
+@contextlib.contextmanager
+def patched(model, scheme, **options):
+    """The model with another scheme, which is undone afterwards."""
+    patch_model(model, scheme, **options)
+    try:
+        yield
+    finally:
+        unpatch_model(model)
 
 
 def perplexity(model, input_ids):
@@ -60,17 +71,6 @@ def stock(smollm2, text):
 
 
 @pytest.fixture(scope="module")
-def passage(text):
-    """Enough of it to show that two models are the same."""
-    return text[:, :128]
-
-
-@pytest.fixture(scope="module")
-def stock_passage(smollm2, passage):
-    return perplexity(smollm2, passage)
-
-
-@pytest.fixture(scope="module")
 def minilm(minilm_folder):
     from transformers import AutoModel
 
@@ -90,55 +90,33 @@ class TestSmolLM2:
         assert stock < 20
         assert native_scheme(smollm2).to_dict()["theta"] == 100_000.0
 
-    def test_rope_at_its_own_theta_gives_the_stock_perplexity(self, smollm2, passage, stock_passage):
-        patch_model(smollm2, "rope", theta=smollm2.config.rope_parameters["rope_theta"])
-        try:
-            assert perplexity(smollm2, passage) == pytest.approx(stock_passage, rel=5e-5)
-        finally:
-            unpatch_model(smollm2)
-
     def test_rope_at_another_theta_does_not(self, smollm2, text, stock):
-        patch_model(smollm2, "rope", theta=10_000.0)
-        try:
+        with patched(smollm2, "rope", theta=10_000.0):
             assert perplexity(smollm2, text) > 1.02 * stock
-        finally:
-            unpatch_model(smollm2)
 
     def test_without_positions_the_perplexity_is_several_times_worse_and_undone_the_same_again(
         self, smollm2, text, stock
     ):
         before = smollm2(text[:, :32]).logits
-        patch_model(smollm2, "none")
-        try:
+        with patched(smollm2, "none"):
             assert perplexity(smollm2, text) > 4 * stock
-        finally:
-            unpatch_model(smollm2)
         assert perplexity(smollm2, text) == stock
         assert torch.equal(smollm2(text[:, :32]).logits, before)
 
     @pytest.mark.parametrize(
-        "scheme",
+        ("scheme", "options"),
         [
-            {"scheme": "self_extend", "group": 1, "window": 8},
-            {"scheme": "rerope", "factor": 1.0, "window": 8},
-            {"scheme": "position_scale", "factor": 1},
+            *((name, {"theta": 100_000.0}) for name in ("rope", "string", "mrope", "learned_rope")),
+            ("self_extend", {"group": 1, "window": 8}),
+            ("rerope", {"factor": 1.0, "window": 8}),
+            ("position_scale", {"factor": 1}),
         ],
-        ids=lambda scheme: scheme["scheme"],
     )
-    def test_position_maps_that_change_nothing_give_the_stock_perplexity(self, smollm2, passage, stock_passage, scheme):
-        patch_model(smollm2, scheme | {"inner": native_scheme(smollm2)})
-        try:
-            assert perplexity(smollm2, passage) == pytest.approx(stock_passage, rel=5e-5)
-        finally:
-            unpatch_model(smollm2)
-
-    @pytest.mark.parametrize("scheme", ["string", "mrope", "learned_rope"])
-    def test_schemes_that_start_as_rope_give_the_stock_perplexity(self, smollm2, passage, stock_passage, scheme):
-        patch_model(smollm2, scheme, theta=100_000.0)
-        try:
-            assert perplexity(smollm2, passage) == pytest.approx(stock_passage, rel=5e-5)
-        finally:
-            unpatch_model(smollm2)
+    def test_what_starts_as_its_own_rope_gives_the_stock_perplexity(self, smollm2, text, scheme, options):
+        passage = text[:, :128]
+        stock = perplexity(smollm2, passage)
+        with patched(smollm2, scheme, **({} if "theta" in options else {"inner": native_scheme(smollm2)}), **options):
+            assert perplexity(smollm2, passage) == pytest.approx(stock, rel=5e-5)
 
     def test_grouping_far_positions_costs_a_trained_model_little_and_squeezing_all_of_them_much(
         self, smollm2, text, stock
@@ -154,11 +132,8 @@ class TestSmolLM2:
             ("dual_chunk", {"chunk_size": 192, "local_size": 32}),
             ("position_scale", {"factor": 0.25}),
         ):
-            patch_model(smollm2, name, inner=native_scheme(smollm2), **options)
-            try:
+            with patched(smollm2, name, inner=native_scheme(smollm2), **options):
                 found[name] = perplexity(smollm2, text)
-            finally:
-                unpatch_model(smollm2)
         assert 1.0 < found["self_extend"] / stock < 1.02
         assert 1.0 < found["rerope"] / stock < 1.03
         assert 1.0 < found["dual_chunk"] / stock < 1.05
@@ -174,20 +149,14 @@ class TestMiniLM:
 
     def test_its_own_scheme_gives_the_stock_embeddings(self, minilm, tokenizer):
         stock = embed(minilm, tokenizer)
-        patch_model(minilm, native_scheme(minilm))
-        try:
+        with patched(minilm, native_scheme(minilm)):
             torch.testing.assert_close(embed(minilm, tokenizer), stock, atol=1e-5, rtol=0)
-        finally:
-            unpatch_model(minilm)
 
     def test_without_positions_word_order_is_gone_and_undone_it_is_back(self, minilm, tokenizer):
         stock = embed(minilm, tokenizer)
         assert stock[3] @ stock[4] < 0.9999
-        patch_model(minilm, "none")
-        try:
+        with patched(minilm, "none"):
             blind = embed(minilm, tokenizer)
-        finally:
-            unpatch_model(minilm)
         # The same words in another order are the same sentence now, and no sentence is what it was.
         assert blind[3] @ blind[4] > 1 - 1e-5
         assert ((stock * blind).sum(-1) < 0.99).all()
@@ -201,8 +170,7 @@ def test_continuous_batching_continues_text_as_generate_does(smollm2, text, sche
     prompts = [text[0, start : start + length].tolist() for start, length in ((0, 40), (100, 11), (300, 75))]
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=-1)
     torch.manual_seed(0)
-    patch_model(smollm2, scheme)
-    try:
+    with patched(smollm2, scheme):
         expected = [
             smollm2.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
             for prompt in prompts
@@ -213,6 +181,4 @@ def test_continuous_batching_continues_text_as_generate_does(smollm2, text, sche
             continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
             warmup=False,
         )
-    finally:
-        unpatch_model(smollm2)
     assert [result.generated_tokens for result in results.values()] == expected
