@@ -135,11 +135,14 @@ def export_model(
         raise TypeError(
             f"tokenizer is {tokenizer!r:.100}, which cannot be saved. Load it: AutoTokenizer.from_pretrained(name)."
         )
-    inner = model_to_export(model, merge_adapters)
-    refuse_unsuited(inner, target)
     outdated: set[str] = set()
-    # Exports run one after another: they set the mode and hooks of a model, which several may share.
-    with PROCESS, evaluation_mode(inner), atomic_replacement(place, outdated) as draft:
+    with contextlib.ExitStack() as context:
+        # Exports run one after another: they change a model for a time, which several may share.
+        context.enter_context(PROCESS)
+        inner = model_to_export(model, merge_adapters)
+        refuse_unsuited(inner, target)
+        context.enter_context(evaluation_mode(inner))
+        draft = context.enter_context(atomic_replacement(place, outdated))
         parts = ModelParts(inner)
         form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:

@@ -379,7 +379,7 @@ def test_files_that_appear_during_an_export_are_kept(model: Any, tmp_path: Path)
 
 
 def test_exports_of_one_model_in_two_threads_keep_its_mode(model: Any, tmp_path: Path) -> None:
-    both = Barrier(2)
+    both, names = Barrier(2), {"first", "second"}
 
     class Waiting:
         def save_pretrained(self, folder: Path) -> None:
@@ -388,8 +388,11 @@ def test_exports_of_one_model_in_two_threads_keep_its_mode(model: Any, tmp_path:
 
     model.train()
     with ThreadPoolExecutor() as pool:
-        for name in ("first", "second"):
-            pool.submit(hf_posenc.export_model, model, tmp_path / name, tokenizer=Waiting())
+        [
+            *pool.map(
+                lambda name: hf_posenc.export_model(model, tmp_path / name, tokenizer=Waiting()), ("first", "second")
+            )
+        ]
     assert model.training
     assert both.broken, "they ran at the same time"
-    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+    assert {path.name for path in tmp_path.iterdir()} == names
