@@ -27,7 +27,9 @@ from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 
 
 class FarRotation(PairwiseBias):
-    """A correction of far pairs: the logit with far positions minus the logit that the layer computes; hides others.
+    """A correction of far pairs: the logit with far positions minus the logit that the layer computes.
+
+    Pairs that the far positions hide get a number that leaves them no weight.
 
     Queries and keys are passed, and cached, after rotation by their own positions. Rotations compose, so rotating them
     again by the difference gives the rotation by far positions. Both logits are computed in float32. If the layer
