@@ -218,6 +218,9 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
         self.symmetric = all(part.symmetric for part in self.members())
         self.width_factor = math.prod(part.width_factor for part in self.members())
         self._counts: list[int] = []
+        # Every layer asks in every call. A blend is not asked here, because its strength may change.
+        placed = [name for name in self._names if self._modules[name] is not None]
+        self._single = placed[0] if strength is None and len(placed) == 1 else None
 
     def reach_of(self, part: QueryKeyMap, weight: float) -> Reach:
         """The longest sequence of the map at positions times the weight."""
@@ -247,12 +250,16 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, length, head_dim)`, in the dtype of `query`."""
+        if self._single is not None:
+            return cast("QueryKeyMap", self._modules[self._single]).map_query(query, phases)
         for part, part_phases in self._with_phases(phases):
             query = part.map_query(query, part_phases)
         return query
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, length, head_dim)`, in the dtype of `key`."""
+        if self._single is not None:
+            return cast("QueryKeyMap", self._modules[self._single]).map_key(key, phases)
         for part, part_phases in self._with_phases(phases):
             key = part.map_key(key, part_phases)
         return key

@@ -9,6 +9,7 @@ for which `x` does not need to be saved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -188,7 +189,7 @@ def _as_complex(x: Tensor) -> Tensor:
 def _is_complex(x: Tensor) -> bool:
     """Whether adjacent dimensions have the memory layout of complex numbers."""
     *outer, last = x.stride()
-    return last == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in outer)
+    return last == 1 and math.gcd(2, x.storage_offset(), *outer) == 2
 
 
 def with_heads_axis(phase: Tensor) -> Tensor:
