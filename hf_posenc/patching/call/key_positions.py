@@ -99,7 +99,7 @@ def all_positions_below(state: ForwardState, end: int) -> bool:
             return state.offset + state.query_length <= end
         return bool((state.positions().ids < end).all())
 
-    return state.shared(("all stand before", end), look)
+    return state.shared(("all stand before", end), look, everywhere=True)
 
 
 def slot_distances_are_exact(
