@@ -53,10 +53,13 @@ class DeviceConstant:
         """Returns the constant on `device`. It is copied once per device."""
         copy = self._copies.get(device)
         if copy is None:
-            copy = self._copies[torch.device("cpu")].to(device)
+            constant = self._copies[torch.device("cpu")]
             # A tensor made while tracing must not outlive the trace.
-            if not torch.compiler.is_compiling():
-                self._copies[device] = copy
+            if torch.compiler.is_compiling():
+                return constant.to(device)
+            # One made in inference mode could not be used in training.
+            with torch.inference_mode(False):
+                copy = self._copies[device] = constant.to(device)
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
@@ -366,6 +369,8 @@ class PairwiseBias(LogitBias):
     sums_tokens: bool = False
     #: The bias of queries at positions below this is 0. A call without other queries needs no bias.
     zero_below: int = 0
+    #: Whether the bias of some pairs is `HIDDEN`, which a logit scale does not change.
+    hides_pairs: bool = False
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """The features of new tokens, before the cache.

@@ -64,9 +64,12 @@ def set_note(cache: Any, name: str, value: Any) -> None:
     _notes(cache)[name] = value
 
 
-def kept_values(cache: Any) -> KeptValues:
-    """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances."""
-    kept: KeptValues | None = note_of(cache, _KEPT)
+def kept_values(cache: Any, starts: bool) -> KeptValues:
+    """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances.
+
+    None is left where a text `starts`: not every change of a weight can be seen, such as one by `weight.data`.
+    """
+    kept: KeptValues | None = None if starts else note_of(cache, _KEPT)
     if kept is None:
         kept = KeptValues()
         set_note(cache, _KEPT, kept)
