@@ -40,13 +40,17 @@ class DeviceConstant:
     """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
 
     A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
-    computed from bfloat16 frequencies are off by full turns after a few hundred positions.
+    computed from bfloat16 frequencies are off by full turns after a few hundred positions. No copy is made in inference
+    mode, because it could not be used in training.
 
     Args:
         values: the constant on the CPU.
     """
 
     def __init__(self, values: Tensor) -> None:
+        if values.is_inference():
+            with torch.inference_mode(False):
+                values = values.clone()
         self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
 
     def on(self, device: torch.device) -> Tensor:
@@ -57,7 +61,6 @@ class DeviceConstant:
             # A tensor made while tracing must not outlive the trace.
             if torch.compiler.is_compiling():
                 return constant.to(device)
-            # One made in inference mode could not be used in training.
             with torch.inference_mode(False):
                 copy = self._copies[device] = constant.to(device)
         return copy

@@ -117,6 +117,15 @@ def test_wavelets_at_any_distance_equal_their_formula() -> None:
     assert (found[found != 0].abs() > torch.finfo().tiny).all()
 
 
+def test_constants_of_inference_mode_can_be_used_in_training() -> None:
+    with torch.inference_mode():
+        bias = part_of(WaveletConfig(), **PLACE)
+        assert not bias._table.on(torch.device("meta")).is_inference()
+    query, key = (heads.requires_grad_() for heads in random_heads(LENGTH, **PLACE))
+    bias(pairs_at(counted(LENGTH), heads=(query, key))).sum().backward()
+    assert query.grad is not None and query.grad.any()
+
+
 # --- sinusoids of the distance
 
 UNCLIPPED = pytest.mark.parametrize("config", [TransformerXLConfig(), ShawConfig("sinusoidal")], ids=repr)
