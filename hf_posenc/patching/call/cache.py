@@ -272,8 +272,11 @@ GENERATION: ContextVar[Generation | None] = ContextVar("hf_posenc_generation", d
 
 
 def counted_tokens(mask: Tensor) -> Tensor:
-    """`(batch, key_len)` int64: 0, 1, 2, ... over the real tokens of each row, -1 at padding."""
-    real = mask.to(torch.int64)
+    """`(batch, key_len)` int64: 0, 1, 2, ... over the real tokens of each row, -1 at padding.
+
+    Any number but 0 marks a real token, as in transformers' masks.
+    """
+    real = mask.bool().to(torch.int64)
     return real.cumsum(-1) * real - 1
 
 
