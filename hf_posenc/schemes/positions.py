@@ -296,9 +296,7 @@ class AttentionPairs:
         """`(batch or 1, query_len, key_len)`: key position minus query position, negative in the past."""
         return self.remembered("distance", lambda: self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1))
 
-    def occurring(
-        self, first: int, last: int, buckets: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[int, int]:
+    def occurring(self, first: int, last: int, buckets: Callable[[Tensor], Tensor] | None = None) -> tuple[int, int]:
         """The distances within `first` to `last` that tokens can have, as far as the host knows their positions.
 
         With `buckets`, the buckets of distances, which may grow faster than these.

@@ -385,7 +385,6 @@ def test_positions_under_a_mask_that_hides_padding(scheme: Any, kind: str) -> No
     for stop in (cached + 1, cached + 2, LENGTH):
         some = slice(cached, stop)
         masks = {name: mask[:, :, : stop - cached, :stop] for name, mask in later.items()}
-        given = dict(position_ids=positions[:, some], past_key_values=cache)
-        found = model(ids[:, some], **given, **masks).logits
+        found = model(ids[:, some], position_ids=positions[:, some], past_key_values=cache, **masks).logits
         assert distance(found, expected[:, : stop - cached]) <= CLOSE
         cache.crop(cached - stop)

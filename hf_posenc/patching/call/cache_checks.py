@@ -176,7 +176,7 @@ def check_cache(part: Part, state: ForwardState) -> None:
 def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
     """The length of each sequence before and after a call, which differ from the slots with padding or given positions.
 
-    `None` if they do not, or if they are unknown.
+    `None` if they do not, or if they are unknown. Cached tokens whose positions were not recorded are counted.
     """
     mask, known = state.attention_mask, state.held or recorded(state.cache_object)
     if traced() or state.cache_changed or (mask is None and state.position_ids is None):
@@ -185,10 +185,8 @@ def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
     slots = torch.arange(int(state.offset), device=state.device)
     if known is not None and not known.by_next_mask and int(known.length) >= len(slots):
         cached = known.counted(slots) if known.ids is None else known.ids
-    elif mask is not None:
-        cached = counted_tokens(mask)
     else:
-        return None
+        cached = slots.unsqueeze(0) if mask is None else counted_tokens(mask)
     before, after = cached[:, : len(slots)].amax(-1) + 1, state.positions().lengths.squeeze(-1)
     rows = max(len(before), len(after))
     return list(zip(*(lengths.expand(rows).tolist() for lengths in (before, after)), strict=True))

@@ -203,7 +203,10 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     if not (stated or recounted) and (known is None or known.ids is None):
         even = holes is None or not next(found)
         if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
-            record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask, even=even))
+            # Under a mask that does not show padding, the positions of an accepted cache stay open.
+            by_next_mask = known is not None and known.by_next_mask and state.mask_hides_padding
+            found_here = CachedPositions(offset + state.query_length, mask=mask, by_next_mask=by_next_mask, even=even)
+            record(state.cache_object, found_here)
         return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
     if not stated and known is not None and not known.by_next_mask and cached and state.held is None:

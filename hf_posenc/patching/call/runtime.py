@@ -460,11 +460,11 @@ class StackForward(PlacedForward):
             changed,
             sequence=sequence,
         )
-        if cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # The weights of a transformed call cannot be told from others.
-            if not torch._C._are_functorch_transforms_active():
-                starts = offset == 0 if isinstance(offset, int) else query_length > 1
-                state.memo[KeptValues] = kept_values(cache, starts)
+        # The weights of a transformed call cannot be told from others.
+        keeps = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
+        if cache is not None and keeps and not torch.compiler.is_compiling():
+            starts = offset == 0 if isinstance(offset, int) else query_length > 1
+            state.memo[KeptValues] = kept_values(cache, starts)
         if generation is not None and counted is not None:
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES
