@@ -189,7 +189,9 @@ def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
         cached = slots.unsqueeze(0) if mask is None else counted_tokens(mask)
     before, after = cached[:, : len(slots)].amax(-1) + 1, state.positions().lengths.squeeze(-1)
     rows = max(len(before), len(after))
-    return list(zip(*(lengths.expand(rows).tolist() for lengths in (before, after)), strict=True))
+    if len(before) not in (1, rows) or len(after) not in (1, rows):
+        return None  # Somebody has changed the rows of a cache, which other parts refuse.
+    return list(zip(before.expand(rows).tolist(), after.expand(rows).tolist(), strict=True))
 
 
 def vectors(
