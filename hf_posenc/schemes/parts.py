@@ -40,23 +40,29 @@ class DeviceConstant:
     """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
 
     A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
-    computed from bfloat16 frequencies are off by full turns after a few hundred positions.
+    computed from bfloat16 frequencies are off by full turns after a few hundred positions. No copy is made in inference
+    mode, because it could not be used in training.
 
     Args:
         values: the constant on the CPU.
     """
 
     def __init__(self, values: Tensor) -> None:
+        if values.is_inference():
+            with torch.inference_mode(False):
+                values = values.clone()
         self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
 
     def on(self, device: torch.device) -> Tensor:
         """Returns the constant on `device`. It is copied once per device."""
         copy = self._copies.get(device)
         if copy is None:
-            copy = self._copies[torch.device("cpu")].to(device)
+            constant = self._copies[torch.device("cpu")]
             # A tensor made while tracing must not outlive the trace.
-            if not torch.compiler.is_compiling():
-                self._copies[device] = copy
+            if torch.compiler.is_compiling():
+                return constant.to(device)
+            with torch.inference_mode(False):
+                copy = self._copies[device] = constant.to(device)
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
@@ -366,6 +372,8 @@ class PairwiseBias(LogitBias):
     sums_tokens: bool = False
     #: The bias of queries at positions below this is 0. A call without other queries needs no bias.
     zero_below: int = 0
+    #: Whether the bias of some pairs is `HIDDEN`, which a logit scale does not change.
+    hides_pairs: bool = False
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """The features of new tokens, before the cache.

@@ -168,11 +168,14 @@ class Positions:
         return self
 
     def bound(self) -> int | None:
-        """A number that all positions are below; `None` in a graph, and if it would have to be read from a device."""
+        """A number that all positions are below; `None` in a graph, and if it would have to be read from a device.
+
+        It is at least 1, also if all tokens are padding.
+        """
         if traced():
             return None
         noted = self.remembered("bound", lambda: None, self.ids)
-        return self.length() if noted is None and self.ids.is_cpu and self.ids.numel() else noted
+        return max(self.length(), 1) if noted is None and self.ids.is_cpu and self.ids.numel() else noted
 
     def all_below(self, length: int) -> bool:
         """Whether every position is below `length`.
@@ -293,10 +296,16 @@ class AttentionPairs:
         """`(batch or 1, query_len, key_len)`: key position minus query position, negative in the past."""
         return self.remembered("distance", lambda: self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1))
 
-    def occurring(self, first: int, last: int) -> tuple[int, int]:
-        """The distances within `first` to `last` that tokens can have, as far as the host knows their positions."""
+    def occurring(self, first: int, last: int, buckets: Callable[[Tensor], Tensor] | None = None) -> tuple[int, int]:
+        """The distances within `first` to `last` that tokens can have, as far as the host knows their positions.
+
+        With `buckets`, the buckets of distances, which may grow faster than these.
+        """
         bound = self.keys.bound()
-        return (first, last) if bound is None else (max(first, 1 - bound), min(last, bound - 1))
+        if bound is None:
+            return first, last
+        farthest = bound - 1 if buckets is None else int(buckets(torch.tensor(bound - 1, device="cpu")))
+        return max(first, -farthest), min(last, farthest)
 
     @property
     def steps(self) -> Tensor:

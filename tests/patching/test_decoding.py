@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call, vmap
 from transformers import DynamicCache, StaticCache
 
 from tests.kits.decoding import decoded, left_padding
@@ -65,3 +66,35 @@ def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
         if "padding" in kind:
             alone = model(ids[1:, PADS:], use_cache=True).logits[0]
             assert distance(found[1, PADS:], alone) <= 1e-4, kind
+
+
+#: Schemes whose decoding steps reuse numbers that follow from weights.
+KEEPING: list[Any] = ["t5", "fire", "string", {"scheme": "tupe", "num_positions": 64}]
+
+
+@pytest.mark.parametrize("scheme", KEEPING, ids=str)
+@torch.no_grad()
+def test_a_cache_that_is_emptied_keeps_nothing_of_other_weights(scheme: Any) -> None:
+    """Some optimizers, and PEFT's merges, write to `weight.data`, which torch does not count."""
+    model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)
+    dynamic, static = DynamicCache(), StaticCache(model.config, max_cache_len=LENGTH)
+    for turn in range(2):
+        for cache in (dynamic, static):
+            assert distance(decoded(model, ids, cache, PIECES), model(ids, use_cache=False).logits) <= 1e-4, turn
+        dynamic.crop(-LENGTH)
+        static.reset()
+        for weight in model.position_encoding.parameters():
+            weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(turn))
+
+
+@pytest.mark.parametrize("scheme", KEEPING, ids=str)
+@torch.no_grad()
+def test_models_of_an_ensemble_decode_together(scheme: Any) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)
+    weights = {name: torch.stack((weight, 1.1 * weight)) for name, weight in model.named_parameters()}
+
+    def run(weights: dict[str, Tensor]) -> Any:
+        return decoded(lambda *ids, **given: functional_call(model, weights, ids, given), ids, DynamicCache(), PIECES)
+
+    alone = [run({name: weight[index] for name, weight in weights.items()}) for index in range(2)]
+    assert distance(vmap(run)(weights), torch.stack(alone)) <= 1e-4

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_posenc import AttentionSinksConfig, SinkCache, UnsupportedError, patch_model, unpatch_model
 from hf_posenc.metrics.properties.logits import relativity
 from hf_posenc.metrics.properties.specimen import build_specimen
+from hf_posenc.schemes.scale.ssmax import SSMaxScale
 from tests.kits.decoding import decoded, left_padding
 from tests.matrix.running import distance, patched, tokens
 from tests.models import tiny
@@ -354,6 +355,8 @@ def test_where_it_cannot_work() -> None:
         patched("llama_gqa", None)(ids, past_key_values=SinkCache(SINKS, WINDOW))
     model = patched("llama_gqa", sinks_with("rope"))
     cache = SinkCache(SINKS, WINDOW)
+    with pytest.raises(UnsupportedError, match=r"must be integers, and these position_ids are torch\.float32"):
+        model(ids, position_ids=torch.arange(9.0)[None], past_key_values=cache)
     decoded(model, ids, cache, (9,))
     unpatch_model(model)
     with pytest.raises(UnsupportedError, match="has been removed"):
@@ -393,3 +396,17 @@ def test_hidden_pairs_do_not_hide_a_change() -> None:
     specimen = build_specimen(AttentionSinksConfig(window=1020))
     found = relativity(specimen)
     assert found.passed is False
+
+
+@pytest.mark.parametrize("factor", [-0.5, 0.0])
+@torch.no_grad()
+def test_hidden_pairs_stay_hidden_under_any_scale(factor: float) -> None:
+    """What `ssmax` learns may be negative."""
+    model, ids = patched("llama_gqa", [sinks_with("rope"), "ssmax"]), tokens(1, LENGTH)
+    for module in model.position_encoding.modules():
+        if isinstance(module, SSMaxScale):
+            module.scale.fill_(factor)
+    other = ids.clone()
+    other[:, SINKS] += 1
+    # Two layers reach 10 tokens back.
+    assert torch.equal(model(ids).logits[:, SINKS + 11 :], model(other).logits[:, SINKS + 11 :])

@@ -355,3 +355,36 @@ def test_a_mask_that_hides_cached_tokens_does_not_move_the_next_one_back() -> No
     mask[:, 4:10] = 0
     with pytest.raises(UnsupportedError, match=r"reach 18.*would stand at 13"):
         model(ids[:, -1:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "shaw", {"scheme": "tupe", "num_positions": 128}, SELF_EXTEND], ids=str)
+@pytest.mark.parametrize("kind", ["a gap behind the cache", "a cache from 60 on", "padding within the cache"])
+@torch.no_grad()
+def test_positions_under_a_mask_that_hides_padding(scheme: Any, kind: str) -> None:
+    """One mask for each head does not show which tokens are padding, and the cached ones may stand anywhere."""
+    model, ids, cached = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH), LENGTH - 3
+    real = torch.ones(2, LENGTH, dtype=torch.long)
+    positions = torch.arange(LENGTH).expand(2, -1).clone()
+    first: dict[str, Any] = {}
+    hidden = (real.bool()[:, None, None] & causal()).expand(-1, 4, -1, -1).clone()
+    later: dict[str, Any] = {"attention_mask": hidden[:, :, cached:]}
+    if kind == "a gap behind the cache":
+        positions[:, cached:] += 30
+    elif kind == "a cache from 60 on":
+        positions += 60
+        first = {"position_ids": positions[:, :cached], "attention_mask": hidden[:, :, :cached, :cached]}
+        later = {}
+    else:
+        real[1, cached - 4 : cached] = 0
+        positions = (real.cumsum(-1) - 1).clamp(min=0)
+        first = {"attention_mask": real[:, :cached]}
+        hidden &= real.bool()[:, None, None]
+    expected = model(ids, position_ids=positions, attention_mask=hidden, use_cache=False).logits[:, cached:]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :cached], past_key_values=cache, **first)
+    for stop in (cached + 1, cached + 2, LENGTH):
+        some = slice(cached, stop)
+        masks = {name: mask[:, :, : stop - cached, :stop] for name, mask in later.items()}
+        found = model(ids[:, some], position_ids=positions[:, some], past_key_values=cache, **masks).logits
+        assert distance(found, expected[:, : stop - cached]) <= CLOSE
+        cache.crop(cached - stop)

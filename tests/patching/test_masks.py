@@ -110,11 +110,13 @@ def test_latent_attention_does_not_know_the_axes_of_cached_keys() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["a key less liked", "a key hidden from one head"])
+@pytest.mark.parametrize("kind", ["a key less liked", "a key hidden from one head", "numbers of documents"])
 def test_a_mask_that_hides_no_token_moves_no_position(kind: str) -> None:
     stock, ids = patched("llama_gqa", None), tokens(1, 10)
     mask = additive(blocks((10,), causal=True)).repeat(1, 1 if kind == "a key less liked" else 4, 1, 1)
-    if kind == "a key less liked":
+    if kind == "numbers of documents":
+        mask = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 3, 3, 3]])
+    elif kind == "a key less liked":
         mask[..., 4:, 4] += -1.0
     else:
         mask[:, 0, :, 3] = torch.finfo(torch.float32).min

@@ -27,7 +27,7 @@ from hf_posenc import (
 )
 from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases, begin_blend, set_blend_strength
-from hf_posenc.schemes import scheme_from_dict
+from hf_posenc.schemes import DynamicScaling, LongRopeScaling, scheme_from_dict
 from hf_posenc.schemes.registry import parse_scheme
 from tests.kits.decoding import decoded
 from tests.models import tiny
@@ -168,6 +168,33 @@ def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_p
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), whole)
     assert torch.equal(logits(unpatch_model(model)), before)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        DynamicScaling(2.0, 16),
+        DynamicYarnScaling(16),
+        LongRopeScaling((1.0, 1.0, 1.5, 2.0), (2.0, 3.0, 4.0, 8.0), 16, factor=2.0),
+    ],
+)
+@torch.no_grad()
+def test_a_cache_grows_as_long_as_the_frequencies_of_each_row_stay(scaling: Any) -> None:
+    """Padding does not count, and a given position counts for all tokens before it."""
+    model = patch_model(built("LlamaForCausalLM"), NativeConfig(scaling=scaling))
+    ids, mask = torch.randint(1, 60, (2, 26)), torch.ones(2, 26, dtype=torch.int64)
+    mask[0, :8], mask[1, :9] = 0, 0
+    real = mask[:, :24].bool()
+    whole = model(ids[:, :24], attention_mask=mask[:, :24], use_cache=False).logits
+    cache = DynamicCache()
+    steps = decoded(model, ids, cache, [20, 1, 1, 2], attention_mask=mask)
+    torch.testing.assert_close(steps[real], whole[real], rtol=0, atol=1e-4)
+    with pytest.raises(UnsupportedError, match=r"(the|all) 16 cached keys"):
+        model(ids[:, 24:25], attention_mask=mask[:, :25], past_key_values=cache)
+    cache = DynamicCache()
+    decoded(model, ids, cache, [5])
+    with pytest.raises(UnsupportedError, match=r"5 cached keys.* 31"):
+        model(ids[:, 5:6], position_ids=torch.full((2, 1), 30), past_key_values=cache)
 
 
 def test_a_swap_to_dynamic_yarn_moves_its_temperature_with_the_share() -> None:

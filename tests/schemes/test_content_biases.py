@@ -117,6 +117,15 @@ def test_wavelets_at_any_distance_equal_their_formula() -> None:
     assert (found[found != 0].abs() > torch.finfo().tiny).all()
 
 
+def test_constants_of_inference_mode_can_be_used_in_training() -> None:
+    with torch.inference_mode():
+        bias = part_of(WaveletConfig(), **PLACE)
+        assert not bias._table.on(torch.device("meta")).is_inference()
+    query, key = (heads.requires_grad_() for heads in random_heads(LENGTH, **PLACE))
+    bias(pairs_at(counted(LENGTH), heads=(query, key))).sum().backward()
+    assert query.grad.any()  # type: ignore[union-attr]
+
+
 # --- sinusoids of the distance
 
 UNCLIPPED = pytest.mark.parametrize("config", [TransformerXLConfig(), ShawConfig("sinusoidal")], ids=repr)
@@ -301,7 +310,17 @@ def test_keys_that_all_find_in_one_row(start: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "config", [ShawConfig(), DisentangledConfig(max_distance=24), WaveletConfig(), LowRankRelativeConfig(rank=3)]
+    "config",
+    [
+        ShawConfig(),
+        DisentangledConfig(max_distance=24),
+        # Distance 11 has bucket 19.
+        DisentangledConfig(max_distance=12, buckets=20),
+        DisentangledConfig(max_distance=2048, buckets=40),
+        WaveletConfig(),
+        LowRankRelativeConfig(rank=3),
+    ],
+    ids=repr,
 )
 def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host knows the greatest position or can read it: a table for 12 tokens has at most 23 rows."""
@@ -320,7 +339,14 @@ def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch
     monkeypatch.setattr(Tensor, "gather", gather)
     for keys in (Positions(*places).bounded(12), Positions(*places)):
         assert_equal_results(values_and_gradients(bias, dataclasses.replace(pairs, keys=keys)), expected, 1e-5)
-    assert 0 < max(rows) <= 23
+    assert 0 < max(rows) <= (39 if config == DisentangledConfig(max_distance=12, buckets=20) else 23)
+
+
+@pytest.mark.parametrize("config", [ShawConfig(), DisentangledConfig(), WaveletConfig()])
+def test_padding_alone_has_a_bias(config: SchemeConfig) -> None:
+    """A batch may hold rows without tokens, whose numbers do not matter."""
+    keys = at(torch.full((1, LENGTH), -1))
+    assert build(config, **PLACE).logit_bias(pairs_at(keys, heads=random_heads(LENGTH, **PLACE))).isfinite().all()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -112,6 +112,25 @@ def test_near_pairs_keep_their_logits(far: Any) -> None:
     assert build(far).logit_bias.zero_below == far.first_query
 
 
+def test_real_positions_are_far_where_the_formula_says() -> None:
+    """The sinks and the chunks end between two whole positions."""
+    ids = torch.arange(0.0, 30.0, 0.25).unsqueeze(0)
+    query, key = ids.double().transpose(0, 1), ids.double()
+    distance, size, local = query - key, 9, 3
+    sinks = AttentionSinksConfig(sinks=2, window=5)
+    hidden, far = distance >= 5, (distance >= 5) & (key < 2)
+    expected = torch.where(far, query.clamp(max=6) - key, distance)
+    past = distance >= 0
+    assert torch.equal(sinks.are_hidden(ids, ids)[0] & past, hidden & ~far)
+    shown = past & (far | ~hidden)
+    assert torch.equal(sinks.distance(ids, ids)[0, shown], -expected[shown].float())
+    chunks, length = DualChunkConfig(chunk_size=size, local_size=local), size - local
+    before = (query // length) - (key // length)
+    near = (query % length + length).clamp(max=size) - key % length
+    expected = torch.where(before == 0, distance, torch.where(before == 1, near, size - key % length))
+    assert torch.equal(chunks.distance(ids, ids)[0, past], -expected[past].float())
+
+
 def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
     parts = build(SelfExtendConfig(group=2, window=4))
     query, key = random_heads(LENGTH)

@@ -64,9 +64,12 @@ def set_note(cache: Any, name: str, value: Any) -> None:
     _notes(cache)[name] = value
 
 
-def kept_values(cache: Any) -> KeptValues:
-    """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances."""
-    kept: KeptValues | None = note_of(cache, _KEPT)
+def kept_values(cache: Any, starts: bool) -> KeptValues:
+    """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances.
+
+    None is left where a text `starts`: not every change of a weight can be seen, such as one by `weight.data`.
+    """
+    kept: KeptValues | None = None if starts else note_of(cache, _KEPT)
     if kept is None:
         kept = KeptValues()
         set_note(cache, _KEPT, kept)
@@ -269,8 +272,11 @@ GENERATION: ContextVar[Generation | None] = ContextVar("hf_posenc_generation", d
 
 
 def counted_tokens(mask: Tensor) -> Tensor:
-    """`(batch, key_len)` int64: 0, 1, 2, ... over the real tokens of each row, -1 at padding."""
-    real = mask.to(torch.int64)
+    """`(batch, key_len)` int64: 0, 1, 2, ... over the real tokens of each row, -1 at padding.
+
+    Any number but 0 marks a real token, as in transformers' masks.
+    """
+    real = mask.bool().to(torch.int64)
     return real.cumsum(-1) * real - 1
 
 

@@ -19,8 +19,10 @@ from hf_posenc.patching.call.cache import (
     CachedPositions,
     cached_length,
     caches_with,
+    counted_tokens,
     note_of,
     record,
+    recorded,
     remember_keys,
     self_attention_cache,
     set_note,
@@ -166,7 +168,30 @@ def check_cache(part: Part, state: ForwardState) -> None:
         return
     cached = int(state.offset) + state.dropped
     if cached > 0:
-        part.check_cache(cached, cached + state.query_length)
+        lengths = _lengths_of_rows(state) if part.length_dependent else None
+        for before, after in lengths or [(cached, cached + state.query_length)]:
+            part.check_cache(before, after)
+
+
+def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
+    """The length of each sequence before and after a call, which differ from the slots with padding or given positions.
+
+    `None` if they do not, or if they are unknown. Cached tokens whose positions were not recorded are counted.
+    """
+    mask, known = state.attention_mask, state.held or recorded(state.cache_object)
+    if traced() or state.cache_changed or (mask is None and state.position_ids is None):
+        return None
+    assert state.offset is not None
+    slots = torch.arange(int(state.offset), device=state.device)
+    if known is not None and not known.by_next_mask and int(known.length) >= len(slots):
+        cached = known.counted(slots) if known.ids is None else known.ids
+    else:
+        cached = slots.unsqueeze(0) if mask is None else counted_tokens(mask)
+    before, after = cached[:, : len(slots)].amax(-1) + 1, state.positions().lengths.squeeze(-1)
+    rows = max(len(before), len(after))
+    if len(before) not in (1, rows) or len(after) not in (1, rows):
+        return None  # Somebody has changed the rows of a cache, which other parts refuse.
+    return list(zip(before.expand(rows).tolist(), after.expand(rows).tolist(), strict=True))
 
 
 def vectors(

@@ -169,6 +169,6 @@ def encoder_positions(state: ForwardState, length: int, device: torch.device | N
                 f"The encoder's mask has the shape {tuple(mask.shape)}, and cross-attention has {length} keys, whose "
                 "positions are therefore unknown. Pass a mask (batch, keys) with 1 for real tokens."
             )
-        return Positions(counted_tokens(mask), mask.to(torch.int64).sum(-1, keepdim=True)).bounded(length)
+        return Positions(counted_tokens(mask), mask.bool().to(torch.int64).sum(-1, keepdim=True)).bounded(length)
 
     return state.shared("encoder positions", compute, length)

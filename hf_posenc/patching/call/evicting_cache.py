@@ -94,6 +94,11 @@ def evicting_state(
     """
     if tokens is None:
         raise UnsupportedError(f"A {type(cache).__name__} drops tokens, and this call has frames or patches instead.")
+    if given is not None and given.is_floating_point():
+        raise UnsupportedError(
+            f"A {type(cache).__name__} drops tokens by their positions, which must be integers, and these position_ids "
+            f"are {given.dtype}. Pass integers, or use another cache."
+        )
     keeper, device, (batch, length) = self_attention_cache(cache), tokens.device, tokens.shape[:2]
     stated = held_positions(keeper, stack)
     held = {id(one): CachedPositions(one.shape[1], one.to(device).long()) for one in stated.values()}
@@ -106,7 +111,7 @@ def evicting_state(
         counted = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
         ends = [one.amax(-1, keepdim=True).clamp(min=-1) for one in known]
         new = counted.cumsum(-1) + (torch.stack(ends).amax(0) if ends else -1)
-    new = new.to(device) if real is None else new.to(device).where(real, -1)
+    new = new.to(device).long() if real is None else new.to(device).long().where(real, -1)
     if hasattr(keeper, "expect_positions"):
         keeper.expect_positions(new)
     shown = columns = None

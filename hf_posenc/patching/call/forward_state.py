@@ -236,7 +236,7 @@ class ForwardState:
             visible = ids if counted is None else ids.where(counted.to(ids.device) >= 0, -1)
             lengths = visible.amax(-1, keepdim=True) + 1
         else:
-            lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
+            lengths = mask.bool().to(torch.int64).sum(-1, keepdim=True).to(ids.device)
         return Positions(ids, lengths, self.coordinates, self.token_ids, memo=self.memo)
 
     def by_slots(self, length: int) -> ForwardState:

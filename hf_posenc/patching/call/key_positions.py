@@ -75,7 +75,8 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
         if found.irregular:
             ids = ids.where(_real_at(state, slots, ids), -1)
         keys = Positions(ids, own.lengths, memo=state.memo)
-        if isinstance(first_slot, int) and not found.irregular:
+        counted_back = state.mask_hides_padding and state.position_ids is not None
+        if isinstance(first_slot, int) and not found.irregular and not counted_back:
             return keys.bounded(first_slot + key_length)
         return keys
 
@@ -97,7 +98,8 @@ def all_positions_below(state: ForwardState, end: int) -> bool:
         regularity(state)
         if state.position_ids is None and isinstance(state.offset, int):
             return state.offset + state.query_length <= end
-        return bool((state.positions().ids < end).all())
+        # A real position between the two may be that of a query with far keys.
+        return bool((state.positions().ids <= end - 1).all())
 
     return state.shared(("all stand before", end), look, everywhere=True)
 
@@ -190,6 +192,8 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     if doubt is not None and bool(doubt):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
     counted_anew = None if known is None else _counted_anew(known, mask, offset)
+    if differs is not None:
+        differs = differs | _moved_behind_mask(state, known, own)
     flags = [flag.to(device) for flag in (negative, differs, counted_anew, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
     if negative is not None and next(found):
@@ -199,7 +203,10 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     if not (stated or recounted) and (known is None or known.ids is None):
         even = holes is None or not next(found)
         if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
-            record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask, even=even))
+            # Under a mask that does not show padding, the positions of an accepted cache stay open.
+            by_next_mask = known is not None and known.by_next_mask and state.mask_hides_padding
+            found_here = CachedPositions(offset + state.query_length, mask=mask, by_next_mask=by_next_mask, even=even)
+            record(state.cache_object, found_here)
         return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
     if not stated and known is not None and not known.by_next_mask and cached and state.held is None:
@@ -225,6 +232,24 @@ def _goes_on(state: ForwardState) -> bool:
     if mask is not None:
         generation.compare((mask[:, state.offset : state.end] == 0).any())
     return True
+
+
+def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, own: Tensor) -> bool | Tensor:
+    """0-dim bool: whether positions differ from the slots under a mask that does not show which tokens are padding.
+
+    Of such a call only the newest positions are compared otherwise, as if cached tokens stood right before them.
+    """
+    offset = state.offset
+    if not state.mask_hides_padding or not isinstance(offset, int) or state.held is not None:
+        return False
+    slots = torch.arange(offset + state.query_length, device=own.device)
+    moved = (own != slots[offset:]).any()
+    if offset == 0:
+        return moved
+    if known is None or known.ids is not None or known.by_next_mask or int(known.length) < offset:
+        return False
+    cached = slots[:offset]
+    return moved | (known.counted(cached) != cached).any()
 
 
 def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:
@@ -260,7 +285,8 @@ def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
     cached = int(state.offset)
     if cached == 0:
         return cached
-    if known is None or int(known.length) < cached or (known.ids is None and state.mask_hides_padding):
+    by_mask = known is not None and known.ids is None and known.by_next_mask
+    if known is None or int(known.length) < cached or (by_mask and state.mask_hides_padding):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
     return cached
 

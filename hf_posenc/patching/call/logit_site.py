@@ -32,6 +32,7 @@ from hf_posenc.patching.call.key_positions import (
 from hf_posenc.patching.forwards import PlacedForward
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import (
+    HIDDEN,
     DistanceBias,
     LogitBias,
     PairwiseBias,
@@ -230,11 +231,14 @@ class LogitSite(PlacedForward):
         return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
 
     def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
-        scale = self.scale(state)
+        scale, bias = self.scale(state), self.encoding.logit_bias
+        hides = isinstance(bias, PairwiseBias) and bias.hides_pairs
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             of_rows = scale[..., start:stop].unsqueeze(-1) if isinstance(scale, Tensor) else scale
-            return form.rows(start, stop, key_count) * of_rows
+            rows = form.rows(start, stop, key_count)
+            # A learned scale may be 0 or negative, and a blend gives hidden pairs a part of `HIDDEN`.
+            return torch.where(rows > HIDDEN / 1e6, rows * of_rows, rows) if hides else rows * of_rows
 
         return RowsForm(compute, query.shape[-2], key_length, form.heads)
 

@@ -424,7 +424,7 @@ class StackForward(PlacedForward):
             sequence = split_sequence(self.runtime, stack, arguments, query_length if whole else 0)
         if cache is not None and states_positions(cache):
             given = arguments.get("position_ids")
-            given = None if given is None else for_every_token(one_axis(given).long(), tokens)
+            given = None if given is None else for_every_token(one_axis(given), tokens)
             if given is not None:
                 self.runtime.slots.reach_positions(stack, given)
             state, columns = evicting_state(cache, stack, tokens, given, arguments.get("attention_mask"))
@@ -460,8 +460,11 @@ class StackForward(PlacedForward):
             changed,
             sequence=sequence,
         )
-        if cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            state.memo[KeptValues] = kept_values(cache)
+        # The weights of a transformed call cannot be told from others.
+        keeps = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
+        if cache is not None and keeps and not torch.compiler.is_compiling():
+            starts = offset == 0 if isinstance(offset, int) else query_length > 1
+            state.memo[KeptValues] = kept_values(cache, starts)
         if generation is not None and counted is not None:
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES

@@ -44,7 +44,7 @@ def clipped_rows(
     """
 
     def find() -> tuple[Tensor, slice]:
-        nearest, farthest = pairs.occurring(first, last)
+        nearest, farthest = pairs.occurring(first, last, buckets)
         distance = -pairs.distance if back else pairs.distance
         rows = (distance if buckets is None else buckets(distance)).clamp(nearest, farthest) - nearest
         return rows, slice(nearest - first, farthest - first + 1)

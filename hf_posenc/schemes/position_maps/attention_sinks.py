@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig, last_before
 from hf_posenc.schemes.scheme import option, register_scheme
 
 
@@ -55,7 +56,7 @@ class AttentionSinksConfig(FarPositionsConfig):
 
     def last_key(self, ids: Tensor) -> Tensor:
         """Returns the last sink, or the last key before the window."""
-        return (ids - self.window).clamp(max=self.sinks - 1)
+        return (ids - self.window).minimum(last_before(torch.full_like(ids, self.sinks)))
 
     def last_hidden(self, ids: Tensor) -> Tensor:
         """Returns the last key before the window."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig, last_before
 from hf_posenc.schemes.scheme import option, register_scheme
 
 
@@ -75,4 +75,5 @@ class DualChunkConfig(FarPositionsConfig):
     def last_key(self, ids: Tensor) -> Tensor:
         """Returns the end of the chunk before that of the query or, near the start of a chunk, of the one before it."""
         length = self.chunk_size - self.local_size
-        return torch.div(ids - (self.local_size + 1), length, rounding_mode="floor") * length - 1
+        # Rounded up, so that a query exactly `local_size` into its chunk is still near the chunk before.
+        return last_before(-(torch.div(self.local_size - ids, length, rounding_mode="floor") + 1) * length)

@@ -45,6 +45,7 @@ class FarRotation(PairwiseBias):
     replaces_logits = True
     reads_later_keys = False
     zero_below = property(lambda self: self.far.first_query)
+    hides_pairs = property(lambda self: self.far.hides)
 
     def __init__(self, rotation: RotaryMap, far: FarPositionsConfig) -> None:
         super().__init__()
@@ -145,6 +146,7 @@ class HiddenPairs(PairwiseBias):
     whole_heads = False
     reads_later_keys = False
     zero_below = property(lambda self: self.far.first_query)
+    hides_pairs = True
 
     def __init__(self, far: FarPositionsConfig) -> None:
         super().__init__()
@@ -158,6 +160,13 @@ class HiddenPairs(PairwiseBias):
     def _of_pairs(self, pairs: AttentionPairs) -> Tensor:
         hidden = self.far.are_hidden(pairs.query_positions, pairs.keys.ids)
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN).unsqueeze(1)
+
+
+def last_before(positions: Tensor) -> Tensor:
+    """The last position before each of `positions`: a whole number, or the next smaller one if these are real."""
+    if not positions.is_floating_point():
+        return positions - 1
+    return torch.nextafter(positions, torch.full_like(positions, -torch.inf))
 
 
 class FarPositionsConfig(PositionMapConfig):
