@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Self
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, GetPydanticSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    GetPydanticSchema,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import TypedDict  # pydantic needs it for Python 3.11
 
+from hf_posenc.report.reading import described
 from hf_posenc.schemes.registry import scheme_from_dict
 from training.errors import SettingsError
 
@@ -192,15 +199,5 @@ def check_results(results: Any, file: str | Path = "results", kind: Any = Study)
     """Returns the content of a file as a `Study` or `Run`. Raises `ResultsError` if it would be reported wrongly."""
     try:
         return kind.model_validate(results)
-    except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        place = ".".join(map(str, problem["loc"]))
-        said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        found = f"{place} is missing; expected a value" if problem["type"] == "missing" else said
-        if problem["type"] not in ("missing", "value_error"):
-            found = (
-                f"{place} is {reprlib.repr(problem['input'])}; {said if 'expected' in said else f'expected: {said}'}"
-            )
-        elif place and problem["type"] == "value_error":
-            found = f"{place}: {said}"
-        raise ResultsError(f"{file}: {found}.") from error
+    except ValidationError as error:
+        raise ResultsError(f"{file}: {described(error)}.") from error
