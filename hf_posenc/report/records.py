@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.installation import require
 from hf_posenc.report.page import marked_up
-from hf_posenc.report.reading import read_as
 from hf_posenc.report.tables import FORMATS, Form, format_table
 
 if TYPE_CHECKING:
     import pandas
+    from pydantic import ValidationError
 
 
 FORMAT = 1
@@ -266,7 +266,14 @@ class Result:
         version = entry.get("format") if isinstance(entry, Mapping) else None
         if version != FORMAT:
             raise ValueError(f"Not a result of this version: 'format' is {reprlib.repr(version)}; expected {FORMAT}.")
-        result: Result = read_as(cls, {key: value for key, value in entry.items() if key != "format"})
+        require("A file with results", "pydantic")
+        from pydantic import TypeAdapter, ValidationError
+
+        text = json.dumps({key: value for key, value in entry.items() if key != "format"})
+        try:
+            result = TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"{described(error)}.") from error
         _check_references(result)
         return result
 
@@ -283,6 +290,23 @@ class Result:
             ValueError: as in `from_dict`, and if the file is not JSON.
         """
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def described(error: ValidationError, prefix: str = "") -> str:
+    """Returns the first problem that pydantic found, without a period. Keys have the prefix."""
+    problem = error.errors(include_url=False)[0]
+    place = prefix + ".".join(map(str, problem["loc"])) if problem["loc"] else ""
+    found = f"{place or 'The whole'} is {reprlib.repr(problem['input'])}"
+    said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if problem["type"] == "missing":
+        return f"{place} is missing; expected a value"
+    if problem["type"] == "unexpected_keyword_argument":
+        return f"{place} is not a known key"
+    if problem["type"] == "value_error":
+        # The message of a check on several values names them.
+        where = place if isinstance(problem["input"], dict) else found
+        return f"{where}: {said}" if place else said
+    return f"{found}; {said if 'expected' in said else f'expected: {said}'}"
 
 
 def _check_references(result: Result) -> None:

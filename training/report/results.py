@@ -5,18 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    GetPydanticSchema,
-    ValidationError,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, GetPydanticSchema, model_validator
 from typing_extensions import TypedDict  # pydantic needs it for Python 3.11
 
-from hf_posenc.report.reading import described
+from hf_posenc.report.records import described
 from hf_posenc.schemes.registry import scheme_from_dict
 from training.errors import SettingsError
 
@@ -199,5 +192,5 @@ def check_results(results: Any, file: str | Path = "results", kind: Any = Study)
     """Returns the content of a file as a `Study` or `Run`. Raises `ResultsError` if it would be reported wrongly."""
     try:
         return kind.model_validate(results)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise ResultsError(f"{file}: {described(error)}.") from error

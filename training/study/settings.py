@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import name_modules
-from hf_posenc.report.reading import described
+from hf_posenc.report.records import described
 from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured, read_mapping
 from training.arguments import FIXED, LoraArguments, given_options
