@@ -26,7 +26,7 @@ from transformers.hf_argparser import HfArg
 from transformers.image_processing_base import ImageProcessingMixin
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.images.patches import PatchSize
+from hf_posenc.metrics.images.patches import PatchSize, size_options
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import check_resolutions, resolution_test
 from training.argument_files import parse_arguments
@@ -39,7 +39,7 @@ from training.arguments import (
     require_at_least,
 )
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
+from training.data.pictures import Augmentation, PictureRows, image_processor, picture_batch
 from training.errors import SettingsError, settings_errors
 from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import apply_scheme, stock_model
@@ -172,7 +172,7 @@ def train(
         decisive["validation_pictures"] = eval_rows.digest()
     trainer, checkpoint = start(
         run, arguments, model, decisive, causal=False, train_dataset=train_rows, eval_dataset=eval_rows,
-        data_collator=PictureBatches(model),
+        data_collator=partial(picture_batch, **size_options(model)),
         processing_class=image_processor(resolution, normalization, size.channels),
     )  # fmt: skip
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import default_collate
 from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
 
 from hf_posenc.errors import MeasurementError
@@ -14,7 +14,7 @@ from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pict
 from hf_posenc.metrics.images.resolution import check_resolutions, resolution_test
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureRows, image_processor
+from training.data.pictures import Augmentation, PictureRows, image_processor, picture_batch
 from training.errors import SettingsError, settings_errors
 from training.study.corpus import Corpus
 from training.study.models import new_image_model
@@ -62,7 +62,7 @@ class ImagesTask(StudyTask):
         settings, augmentation = cell.settings, Augmentation(cell.settings.random_crop, seed=cell.seed)
         return CellData(
             train=PictureRows(train, settings.train_resolution, _CHANNELS, Normalization(), augmentation),
-            collate=lambda rows: default_collate(rows) | {"interpolate_pos_encoding": True},
+            collate=partial(picture_batch, interpolate_pos_encoding=True),
             validation=PictureRows(validation, self.settings.train_resolution, _CHANNELS, Normalization()),
             positions=(max(self.lengths) // self.settings.patch_size) ** 2,
             pictures=test,
