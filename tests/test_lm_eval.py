@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.entry import INSTALL
-from hf_posenc.metrics.generalization import SyntheticExamples, exact_match
+from hf_posenc.metrics.generalization import SyntheticExamples, compare_generalization
 from tests.fresh import run_fresh
 from tests.models import tiny
 
@@ -171,9 +171,9 @@ def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokeniz
     assert finished.returncode == 0, finished.stderr[-2000:]
     reported = results(tmp_path)["hf_posenc_length_generalization"]
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected = exact_match(model, tokenizer, "repeated_copy", [2, 4, 6], samples=5)
+    expected = compare_generalization(model, tokenizer, "repeated_copy", [2, 4, 6], samples=5)
     # Equally many examples of each length.
-    mean = sum(row.exact_match for row in expected.rows) / 3
+    mean = sum(row.value for row in expected.of(quantity="exact_match")) / 3
     assert 0 < mean < 1
     assert reported["exact_match,none"] == pytest.approx(mean)
 

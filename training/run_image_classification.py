@@ -26,9 +26,9 @@ from transformers.hf_argparser import HfArg
 from transformers.image_processing_base import ImageProcessingMixin
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.images.patches import PatchSize
+from hf_posenc.metrics.images.patches import PatchSize, size_options
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
-from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
+from hf_posenc.metrics.images.resolution import check_resolutions, resolution_test
 from training.argument_files import parse_arguments
 from training.arguments import (
     DatasetArguments,
@@ -39,7 +39,7 @@ from training.arguments import (
     require_at_least,
 )
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
+from training.data.pictures import Augmentation, PictureRows, image_processor, picture_batch
 from training.errors import SettingsError, settings_errors
 from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import apply_scheme, stock_model
@@ -172,7 +172,7 @@ def train(
         decisive["validation_pictures"] = eval_rows.digest()
     trainer, checkpoint = start(
         run, arguments, model, decisive, causal=False, train_dataset=train_rows, eval_dataset=eval_rows,
-        data_collator=PictureBatches(model),
+        data_collator=partial(picture_batch, **size_options(model)),
         processing_class=image_processor(resolution, normalization, size.channels),
     )  # fmt: skip
 
@@ -184,13 +184,13 @@ def train(
     )  # fmt: skip
     results |= train_and_evaluate(trainer, checkpoint)
     trained = trainer.accelerator.unwrap_model(trainer.model)
-    rows = accuracy_by_resolution(
-        trained, validation_part, resolutions, normalization=normalization,
+    measured = resolution_test(
+        trained, resolutions=resolutions, dataset=validation_part, normalization=normalization,
         batch_size=arguments.per_device_eval_batch_size,
     )  # fmt: skip
-    results |= {f"accuracy_at_{row.resolution}": row.accuracy for row in rows if row.accuracy is not None}
+    accuracies = {record.at["resolution"]: record.value for record in measured.of(quantity="accuracy")}
+    results |= {f"accuracy_at_{size}": value for size, value in accuracies.items() if value is not None}
     if trainer.is_world_process_zero():
-        measured = resolution_result(trained, validation_part, rows)
         measured.save(Path(str(arguments.output_dir), RESOLUTION_FILE))
         print(measured.table())
     finish(trainer, results)

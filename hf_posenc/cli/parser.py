@@ -149,7 +149,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     evaluation.add_evaluations(tests, _SCHEME_HELP, chosen)
 
     report = verb("report", evaluation.report, help="show tables and figures of results that eval --json wrote")
-    report.add_argument("files", nargs="+", metavar="FILE", help="a JSON file; several share a table and a figure")
+    files = "a JSON file; several share a table and a figure (needs pydantic)"
+    report.add_argument("files", nargs="+", metavar="FILE", help=files)
     evaluation.add_forms(report, figure=True)
 
     plot = verb("plot", verbs.plot, help="draw what a scheme does, as PNG and SVG")

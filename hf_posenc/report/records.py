@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import reprlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.installation import require
 from hf_posenc.report.page import marked_up
@@ -17,9 +15,12 @@ from hf_posenc.report.tables import FORMATS, Form, format_table
 
 if TYPE_CHECKING:
     import pandas
+    from pydantic import ValidationError
 
 
 FORMAT = 1
+#: How pydantic reads a result and the classes inside it.
+_STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,8 @@ class Result:
         remarks: sentences that apply to all rows.
     """
 
+    __pydantic_config__ = _STRICT
+
     task: str
     title: str
     quantities: tuple[Quantity, ...]
@@ -255,7 +258,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Result:
-        """Returns the result that `to_dict` was called on.
+        """Returns the result that `to_dict` was called on. Needs pydantic.
 
         Raises:
             ValueError: if it has another format, or a value that does not fit. The message names the key.
@@ -263,7 +266,14 @@ class Result:
         version = entry.get("format") if isinstance(entry, Mapping) else None
         if version != FORMAT:
             raise ValueError(f"Not a result of this version: 'format' is {reprlib.repr(version)}; expected {FORMAT}.")
-        result: Result = _read(cls, {key: value for key, value in entry.items() if key != "format"}, "")
+        require("A file with results", "pydantic")
+        from pydantic import TypeAdapter, ValidationError
+
+        text = json.dumps({key: value for key, value in entry.items() if key != "format"})
+        try:
+            result = TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"{described(error)}.") from error
         _check_references(result)
         return result
 
@@ -274,7 +284,7 @@ class Result:
 
     @classmethod
     def load(cls, path: str | Path) -> Result:
-        """Reads what `save` wrote.
+        """Reads what `save` wrote. Needs pydantic.
 
         Raises:
             ValueError: as in `from_dict`, and if the file is not JSON.
@@ -282,51 +292,21 @@ class Result:
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-_EXPECTED: dict[Any, tuple[Any, str]] = {
-    str: (str, "text"),
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: (int | float, "a finite number"),
-    Mapping: (Mapping, "named values"),
-    tuple: (list | tuple, "a list"),
-    Sequence: (list | tuple, "a list"),
-}
-
-
-def _read(declared: Any, value: Any, place: str) -> Any:
-    """Returns a value from JSON as the type that a field declares, or raises `ValueError` with its place."""
-    if declared is Any or (value is None and type(None) in get_args(declared)):
-        return value
-    if get_origin(declared) is UnionType:
-        declared = get_args(declared)[0]
-    kind, inside = get_origin(declared) or declared, get_args(declared)
-    types, expected = _EXPECTED[Mapping if is_dataclass(kind) else kind]
-    fits = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
-    if not fits or (kind is float and not -sys.float_info.max <= value <= sys.float_info.max):
-        raise _wrong(place, value, expected)
-    if is_dataclass(kind):
-        return _read_fields(kind, value, place)
-    if kind is Mapping:
-        return {key: _read(inside[1], item, f"{place}.{key}") for key, item in value.items()}
-    if types == list | tuple:
-        items = [_read(inside[0], item, f"{place}.{number}") for number, item in enumerate(value)]
-        return tuple(items) if kind is tuple else items
-    return value
-
-
-def _read_fields(kind: Any, value: Mapping[str, Any], place: str) -> Any:
-    declared = get_type_hints(kind)
-    needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
-    prefix = f"{place}." if place else ""
-    for name in (*value, *needed):
-        if name not in declared or name not in value:
-            problem = "is not known" if name in value else "is missing"
-            raise ValueError(f"{prefix}{name} {problem}; expected the keys {', '.join(declared)}.")
-    read = {name: _read(declared[name], item, prefix + name) for name, item in value.items()}
-    try:
-        return kind(**read)
-    except ValueError as error:
-        raise ValueError(f"{place or 'subjects'}: {error}") from error
+def described(error: ValidationError, prefix: str = "") -> str:
+    """Returns the first problem that pydantic found, without a period. Keys have the prefix."""
+    problem = error.errors(include_url=False)[0]
+    place = prefix + ".".join(map(str, problem["loc"])) if problem["loc"] else ""
+    found = f"{place or 'The whole'} is {reprlib.repr(problem['input'])}"
+    said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if problem["type"] == "missing":
+        return f"{place} is missing; expected a value"
+    if problem["type"] == "unexpected_keyword_argument":
+        return f"{place} is not a known key"
+    if problem["type"] == "value_error":
+        # The message of a check on several values names them.
+        where = place if isinstance(problem["input"], dict) else found
+        return f"{where}: {said}" if place else said
+    return f"{found}; {said if 'expected' in said else f'expected: {said}'}"
 
 
 def _check_references(result: Result) -> None:
@@ -345,7 +325,7 @@ def _check_references(result: Result) -> None:
         for key, value in record.at.items():
             kind = kinds.setdefault(key, str if isinstance(value, str) else int | float)
             if not isinstance(value, kind):
-                raise _wrong(f"{place}.at.{key}", value, f"{_EXPECTED.get(kind, (0, 'a number'))[1]}, as elsewhere")
+                raise _wrong(f"{place}.at.{key}", value, f"{'text' if kind is str else 'a number'}, as elsewhere")
         try:
             headings[record.quantity].format(**record.at)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
@@ -356,13 +336,17 @@ def _check_references(result: Result) -> None:
         for key, values in view.shown.items():
             if wrong := [value for value in values if not isinstance(value, str | int | float)]:
                 raise _wrong(f"views.{number}.shown.{key}", wrong[0], "text or a number")
-    for key, declared in {"model": str, "of_model": Mapping[str, Any], "models": Mapping[str, Any]}.items():
-        _read(declared | None, result.settings.get(key), f"settings.{key}")
-    _read(str | None, result.settings.get("of_model", {}).get("path"), "settings.of_model.path")
+    settings = {"model": (str, "text"), "of_model": (dict, "named values"), "models": (dict, "named values")}
+    for key, (type_, expected) in settings.items():
+        if not isinstance(value := result.settings.get(key), type_ | None):
+            raise _wrong(f"settings.{key}", value, expected)
+    path = (result.settings.get("of_model") or {}).get("path")
+    if not isinstance(path, str | None):
+        raise _wrong("settings.of_model.path", path, "text")
 
 
 def _wrong(place: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{place or 'The whole'} is {reprlib.repr(value)}; expected {expected}.")
+    return ValueError(f"{place} is {reprlib.repr(value)}; expected {expected}.")
 
 
 _MISSING = "-"

@@ -91,7 +91,7 @@ def test_every_parameter_is_an_option_with_its_meaning(name, capsys):
     meanings = meanings_of(inspect.getdoc(function))
     parameters = set(inspect.signature(function).parameters)
     assert "schemes" in parameters
-    for option in parameters - {"model", "tokenizer", "schemes", "material"}:
+    for option in parameters - {"model", "tokenizer", "schemes", "material", "normalization"}:
         assert ("--text" if option in ("text", "texts") else "--" + option.replace("_", "-")) in page
         assert meanings[option].replace("`", "") in page
     assert ("--plot" in page) == (evaluation.plot is not None)

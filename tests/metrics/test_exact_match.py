@@ -17,7 +17,6 @@ from hf_posenc.metrics.generalization import (
     SyntheticExamples,
     compare_generalization,
     encode_example,
-    exact_match,
     get_task,
     held_out_examples,
 )
@@ -56,8 +55,12 @@ def marian():
     return half_trained(patch_model(model, "rope"), EncoderDecoderCollator(0, 0))
 
 
-def matches(model, lengths=range(1, 11), **options):
-    return [row.exact_match for row in exact_match(model, TOKENIZER, "repeated_copy", lengths, **options).rows]
+def rows(model, lengths=range(1, 11), task="repeated_copy", quantity="exact_match", **options):
+    return list(compare_generalization(model, TOKENIZER, task, lengths, **options).of(quantity=quantity))
+
+
+def matches(*arguments, **options):
+    return [row.value for row in rows(*arguments, **options)]
 
 
 @pytest.mark.long
@@ -72,7 +75,7 @@ def test_teacher_forcing_is_greedy_decoding(request, name, batch_size):
 
 
 def test_figures_agree_with_a_loop_by_hand(llama):
-    row = exact_match(llama, TOKENIZER, "repeated_copy", [4], samples=26, seed=5).row(4)
+    (row,) = rows(llama, [4], samples=26, seed=5)
     right, right_tokens, tokens = 0, 0, 0
     for example in held_out_examples(SYNTHETIC_TASKS["repeated_copy"], 4, 26, seed=5):
         ids, labels = encode_example(TOKENIZER, example)
@@ -82,18 +85,18 @@ def test_figures_agree_with_a_loop_by_hand(llama):
         right += all(hits)
         right_tokens += sum(hits)
         tokens += len(hits)
-    assert 0 < row.exact_match == right / 26 < 1
-    assert row.token_accuracy == pytest.approx(right_tokens / tokens)
-    low, high = row.interval
-    assert 0 <= low <= row.exact_match <= high <= 1
-    decoded = exact_match(llama, TOKENIZER, "repeated_copy", [4], samples=26, seed=5, method="generate").row(4)
-    assert (decoded.exact_match, decoded.token_accuracy) == (row.exact_match, None)
+    assert 0 < row.value == right / 26 < 1
+    assert 0 <= row.low <= row.value <= row.high <= 1
+    accuracy = {"quantity": "token_accuracy", "samples": 26, "seed": 5}
+    assert matches(llama, [4], **accuracy) == pytest.approx([right_tokens / tokens])
+    assert matches(llama, [4], samples=26, seed=5, method="generate") == [row.value]
+    assert matches(llama, [4], method="generate", **accuracy) == []
 
 
 def test_answers_of_unequal_lengths_share_a_test():
     kinds = {len(example.answer) for example in held_out_examples(get_task("addition"), 3, 40, seed=0)}
     assert kinds == {3, 4}
-    assert exact_match(build_llama(), TOKENIZER, "addition", [3], samples=40).rows[0].samples == 40
+    assert rows(build_llama(), [3], "addition", samples=40)[0].count == 40
 
 
 def test_the_result_as_table_and_as_data(llama):
@@ -103,9 +106,6 @@ def test_the_result_as_table_and_as_data(llama):
     table = result.table(markdown=True)
     assert "task 'repeated_copy'" in table
     assert table.count("\n| ") == 5  # headers, rule, three lengths
-    row = exact_match(llama, TOKENIZER, "repeated_copy", [40], samples=10).row(40)
-    record = result.record("rope", "exact_match", length=40)
-    assert (record.value, (record.low, record.high), record.count) == (row.exact_match, row.interval, row.samples)
 
 
 def gpt2():
@@ -128,26 +128,29 @@ def bart():
 )
 def test_a_length_past_the_table_has_its_reason(build, method, reason):
     model = build()
-    result = exact_match(model, TOKENIZER, "copy", [3, 30], samples=4, method=method)
-    assert result.row(3).exact_match is not None
-    assert result.row(30).exact_match is None
-    assert reason in result.row(30).reason
-    shown = compare_generalization(model, TOKENIZER, "copy", [3, 30], samples=4, method=method)
-    assert f"[1] length 30: {result.row(30).reason}" in shown.table()
+    result = compare_generalization(model, TOKENIZER, "copy", [3, 30], samples=4, method=method)
+    fits, ends = result.of(quantity="exact_match")
+    assert fits.value is not None
+    assert ends.value is None
+    assert reason in ends.note
+    assert ends.note.startswith("length 30: ")
+    assert f"[1] {ends.note}" in result.table()
+    # Studies need a value for each length, known or not.
+    assert len(list(result.of(quantity="token_accuracy"))) == (2 if method == "teacher_forced" else 0)
 
 
 def test_the_length_that_has_to_fit_an_encoder_decoder_is_that_of_prompt_or_answer(marian):
     """30 letters are a prompt of 31 tokens and an answer of 31, where a causal model would read 62."""
     model = patch_model(copy.deepcopy(marian), "learned", num_positions=31)
-    fits, ends = exact_match(model, TOKENIZER, "copy", [30, 31], samples=4).rows
-    assert fits.exact_match is not None
-    assert "31" in ends.reason
+    fits, ends = rows(model, [30, 31], "copy", samples=4)
+    assert fits.value is not None
+    assert "31" in ends.note.removeprefix("length 31")
 
 
 def test_a_scheme_that_grows_with_the_sequence_says_so():
     model = build_llama("normalized_integer")
-    assert exact_match(model, TOKENIZER, "copy", [3], samples=4).note
-    assert not exact_match(model, TOKENIZER, "copy", [3], samples=4, method="generate").note
+    assert rows(model, [3], "copy", samples=4)[0].note
+    assert not rows(model, [3], "copy", samples=4, method="generate")[0].note
 
 
 def test_batches_are_what_an_encoder_decoder_makes_of_the_labels_itself(marian):
@@ -226,7 +229,7 @@ def encoder():
 )
 def test_what_cannot_be_measured_is_refused(build, options, error, message):
     with pytest.raises(error, match=message):
-        exact_match(build(), TOKENIZER, "copy", **{"lengths": [3], "samples": 4} | options)
+        rows(build(), **{"lengths": [3], "task": "copy", "samples": 4} | options)
 
 
 def test_a_model_that_does_not_continue_a_text_is_a_row_where_schemes_are_compared():
@@ -235,4 +238,4 @@ def test_a_model_that_does_not_continue_a_text_is_a_row_where_schemes_are_compar
     (subject,) = compare_generalization(encoder(), TOKENIZER, "copy", [3], ["native"]).subjects
     assert "sees later tokens" in subject.error
     decoder = tiny("BertLMHeadModel", vocab_size=VOCABULARY, is_decoder=True).eval()
-    assert exact_match(decoder, TOKENIZER, "copy", [3], samples=4).rows[0].samples == 4
+    assert rows(decoder, [3], "copy", samples=4)[0].count == 4

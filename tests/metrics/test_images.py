@@ -19,7 +19,6 @@ from transformers import (
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.metrics import (
     MeasurementError,
-    accuracy_by_resolution,
     image_sensitivity_test,
     picture_dog_test,
     resolution_test,
@@ -160,14 +159,15 @@ def test_what_cannot_be_measured_is_refused(vit, measure, model, options, messag
 class TestResolution:
     def test_accuracy_is_the_share_of_right_answers(self, vit):
         digits = load_pictures().select(range(40))
-        (row,) = accuracy_by_resolution(vit, digits, [32], batch_size=7)
+        result = resolution_test(vit, dataset=digits, resolutions=[32], batch_size=7)
         pixels = torch.stack([resized(digits.picture(index), 32, 3) for index in range(40)])
         with torch.no_grad():
             logits = vit(pixel_values=2 * pixels - 1).logits
         labels = torch.tensor(digits.labels)
-        assert row.right == int((logits.argmax(-1) == labels).sum())
-        assert row.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5)
-        assert row.accuracy == row.right / 40
+        loss = float(torch.nn.functional.cross_entropy(logits, labels))
+        assert [record.value for record in result.of(quantity="loss")] == [pytest.approx(loss, rel=1e-5)]
+        (accuracy,) = result.of(quantity="accuracy")
+        assert (accuracy.value, accuracy.count) == (int((logits.argmax(-1) == labels).sum()) / 40, 40)
 
     def test_every_scheme_reads_every_resolution(self, vit):
         result = resolution_test(vit, SCHEMES, resolutions=[24, 32, 48], max_pictures=20)

@@ -12,7 +12,6 @@ from hf_posenc.metrics.language_modeling import (
     loss_by_length,
     masked_targets,
     predicts_next_token,
-    sliding_window_loss,
     stream_windows,
     text_losses,
     token_losses,
@@ -164,7 +163,7 @@ def _guide_loss(model, ids, window, stride):
 @pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 4), (24, 24), (48, 5), (64, 7)])
 def test_the_sliding_window_is_that_of_the_transformers_guide(tiny_llama, window, stride):
     model, ids = tiny_llama(), _text(2, 48)
-    found = sliding_window_loss(model, ids, ids, window=window, stride=stride, tail=8)
+    found = loss_by_length(model, ids, ids, [48], tail=8, sliding_window=window, stride=stride).sliding
     expected = torch.cat([_guide_loss(model, row, window, stride) for row in ids.split(1)])
     assert found.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
     assert found.tail_loss == pytest.approx(float(expected[:, -8:].nanmean()), abs=1e-5)

@@ -76,20 +76,20 @@ def test_a_file_holds_everything(result, tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("records.0.value", "1.5", "records.0.value is '1.5'; expected a finite number."),
+        ("records.0.value", "1.5", "records.0.value is '1.5'; expected a valid number."),
         ("records.0.value", float("nan"), "records.0.value is nan; expected a finite number."),
         ("records.3.at.kind", 3, "records.3.at.kind is 3; expected text, as elsewhere."),
         ("records.2.at", {}, "records.2.at.* expected the keys of '{kind}'."),
         ("records.1.subject", "rop", r"records.1.subject is 'rop'; expected one of native \(rope\),"),
         ("records.1.quantity", "los", "records.1.quantity is 'los'; expected one of loss, right"),
-        ("records.1.valu", 3, "records.1.valu is not known; expected the keys subject, quantity, value"),
-        ("subjects.1.scheme", ..., "subjects.1.scheme is missing; expected the keys label, scheme"),
-        ("subjects.1.notes", "New.", "subjects.1.notes is 'New.'; expected a list."),
+        ("records.1.valu", 3, "records.1.valu is not a known key."),
+        ("subjects.1.scheme", ..., "subjects.1.scheme is missing; expected a value."),
+        ("subjects.1.notes", "New.", "subjects.1.notes is 'New.'; expected a valid array."),
         ("subjects.1.label", "cope", "labels repeat"),
         ("quantities.0.style", "los", "quantities.0: .*expected one of"),
         ("views.0.quantities.0", "x", "views.0.quantities is 'x'; expected one of loss"),
         ("settings.of_model", 3, "settings.of_model is 3; expected named values."),
-        ("title", None, "title is None; expected text."),
+        ("title", None, "title is None; expected a valid string."),
     ],
 )
 def test_a_result_that_somebody_edited_is_refused_by_its_key(result, where, value, message):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageClassification, pipeline
 
 import hf_posenc
-from hf_posenc.metrics import accuracy_by_resolution
+from hf_posenc.metrics import resolution_test
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.report import Result
 from tests.training.run_cases import curve, losses, results
@@ -76,7 +76,8 @@ def test_the_saved_model_is_the_one_that_was_measured(mixed: Path) -> None:
     model = AutoModelForImageClassification.from_pretrained(mixed).eval()
     assert model.position_encoding.config == hf_posenc.RopeNdConfig(assignment="mixed")
     held_out = split_rows(load_pictures(), [359], 0)[1].select(range(40))
-    accuracies = {row.resolution: row.accuracy for row in accuracy_by_resolution(model, held_out, [12, 16, 24])}
+    records = resolution_test(model, dataset=held_out, resolutions=[12, 16, 24]).of(quantity="accuracy")
+    accuracies = {record.at["resolution"]: record.value for record in records}
     assert accuracies == {size: results(mixed)[f"accuracy_at_{size}"] for size in (12, 16, 24)}
     assert model.config.id2label[9] == "9"
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from training.data.text import RowMasking
 from training.objectives import IGNORED
 from training.study.settings import TrainingSettings
-from training.study.tasks.text import TrainingWindows, WindowCollator, validation_batch, validation_windows
+from training.study.tasks.text import TrainingWindows, validation_batch, validation_windows
 
 STREAM = np.random.default_rng(0).integers(3, 259, size=1000).astype(np.int32)
 
@@ -22,21 +23,23 @@ def test_every_window_comes_once_per_epoch(settings):
     assert sorted(windows.order[:62]) == list(range(62))
     assert sorted(windows.order[62:124]) == list(range(62))
     item = windows[3]
-    assert item["place"] == 3
+    assert torch.equal(item["labels"], item["input_ids"])
     assert item["input_ids"].tolist() == STREAM[windows.order[3] * 16 :][:16].tolist()
     assert not np.array_equal(windows.order, TrainingWindows(STREAM, settings, seed=1).order)
 
 
-def test_masks_depend_on_the_row_alone(tokenizer, settings):
-    windows = TrainingWindows(STREAM, settings, seed=0)
-    collate = WindowCollator(tokenizer, 0.15, seed=0)
-    four = collate([windows[index] for index in range(8, 12)])
+def test_masks_depend_on_the_row_and_the_seed_alone(tokenizer, settings):
+    def windows(seed):
+        return TrainingWindows(STREAM, settings, seed, RowMasking(tokenizer, 0.15, seed))
+
+    first, again = windows(0), windows(0)
+    expected = [first[index] for index in range(8, 12)]
     torch.manual_seed(99)
-    two = collate([windows[index] for index in (10, 11)])
-    for name in ("input_ids", "labels"):
-        assert torch.equal(four[name][2:], two[name])
-    other_seed = WindowCollator(tokenizer, 0.15, seed=1)([windows[index] for index in range(8, 12)])
-    assert not torch.equal(other_seed["labels"] == IGNORED, four["labels"] == IGNORED)
+    for index in (11, 9):
+        assert all(torch.equal(again[index][name], expected[index - 8][name]) for name in ("input_ids", "labels"))
+    masked = torch.stack([item["labels"] != IGNORED for item in expected])
+    assert masked.any()
+    assert not torch.equal(torch.stack([windows(1)[index]["labels"] != IGNORED for index in range(8, 12)]), masked)
 
 
 def test_evaluation_shows_every_masked_target_as_the_mask_token(tokenizer, settings):
@@ -48,9 +51,3 @@ def test_evaluation_shows_every_masked_target_as_the_mask_token(tokenizer, setti
     assert (batch["input_ids"][targets] == tokenizer.mask_token_id).all()
     assert torch.equal(batch["labels"][targets], windows[targets])
     assert torch.equal(batch["input_ids"][~targets], windows[~targets])
-
-
-def test_rows_with_labels_are_not_masked_again(tokenizer, settings):
-    batch = validation_batch(validation_windows(STREAM, settings), tokenizer, causal=False, mlm_probability=0.15)
-    rows = [{name: values[index] for name, values in batch.items()} for index in range(5)]
-    assert torch.equal(WindowCollator(tokenizer, 0.15, seed=0)(rows)["input_ids"], batch["input_ids"])

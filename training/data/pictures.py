@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,20 +89,10 @@ class PictureRows(RowsByEpoch):
         return hashed.hexdigest()[:16]
 
 
-class PictureBatches:
-    """Collates rows. If the model can interpolate its position table to the size of the pictures, asks for that.
-
-    Args:
-        model: the model that gets the batches.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns `pixel_values` `(batch, channels, resolution, resolution)` and `labels` `(batch,)` int64."""
-        batch: dict[str, Any] = default_collate(list(rows))
-        return batch | ({"interpolate_pos_encoding": True} if self.interpolates else {})
+def picture_batch(rows: Sequence[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Returns `pixel_values` `(batch, channels, resolution, resolution)`, `labels` `(batch,)` int64, and `options`."""
+    batch: dict[str, Any] = default_collate(list(rows))
+    return batch | options
 
 
 def image_processor(resolution: int, normalization: Normalization, channels: int) -> ViTImageProcessorPil:

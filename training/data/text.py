@@ -134,7 +134,11 @@ class RowMasking:
 
     def __call__(self, tokens: Tensor, epoch: int, row: int) -> tuple[Tensor, Tensor]:
         """Returns the inputs and labels of a row, each `(length,)`."""
-        self._mask.generator.manual_seed(_seed_of(self.seed, self.stream, epoch, row))
+        return self.drawn(tokens, _seed_of(self.seed, self.stream, epoch, row))
+
+    def drawn(self, tokens: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Returns the inputs and labels of a row whose masks are drawn with this seed."""
+        self._mask.generator.manual_seed(seed)
         inputs, labels = self._mask.torch_mask_tokens(tokens[None].clone(), torch.isin(tokens, self._special)[None])
         return inputs[0], labels[0]
 

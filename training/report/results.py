@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Self
 
@@ -10,6 +9,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, GetPydanticSchema, model_validator
 from typing_extensions import TypedDict  # pydantic needs it for Python 3.11
 
+from hf_posenc.report.records import described
 from hf_posenc.schemes.registry import scheme_from_dict
 from training.errors import SettingsError
 
@@ -193,14 +193,4 @@ def check_results(results: Any, file: str | Path = "results", kind: Any = Study)
     try:
         return kind.model_validate(results)
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        place = ".".join(map(str, problem["loc"]))
-        said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        found = f"{place} is missing; expected a value" if problem["type"] == "missing" else said
-        if problem["type"] not in ("missing", "value_error"):
-            found = (
-                f"{place} is {reprlib.repr(problem['input'])}; {said if 'expected' in said else f'expected: {said}'}"
-            )
-        elif place and problem["type"] == "value_error":
-            found = f"{place}: {said}"
-        raise ResultsError(f"{file}: {found}.") from error
+        raise ResultsError(f"{file}: {described(error)}.") from error

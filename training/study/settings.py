@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import name_modules
+from hf_posenc.report.records import described
 from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured, read_mapping
 from training.arguments import FIXED, LoraArguments, given_options
@@ -350,13 +351,11 @@ def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
         return kind.model_validate(values)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        place = ".".join(map(str, problem["loc"]))
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             known = SwapArguments.__dataclass_fields__ if "swap" in problem["loc"] else kind.model_fields
             unknown = UnknownNameError("setting", str(problem["loc"][-1]), known, listing="--help")
             raise SettingsError(f"{where}: {unknown}") from error
-        named = f"--{place} is {problem['input']!r}: " if place else ""
-        raise SettingsError(f"{where}: {named}{problem['msg'].removeprefix('Value error, ')}") from error
+        raise SettingsError(f"{where}: {described(error, '--')}") from error
 
 
 def parse_study(arguments: list[str], description: str) -> StudySettings:

@@ -1,6 +1,6 @@
 """Synthetic length generalisation: train on short problems, test on long ones, count the right answers."""
 
-from hf_posenc.metrics.generalization.exact_match import compare_generalization, exact_match
+from hf_posenc.metrics.generalization.exact_match import compare_generalization
 from hf_posenc.metrics.generalization.examples import (
     IGNORED,
     EncoderDecoderCollator,
@@ -12,5 +12,5 @@ from hf_posenc.metrics.generalization.task import SYNTHETIC_TASKS, Example, Synt
 
 __all__ = [
     "IGNORED", "SYNTHETIC_TASKS", "EncoderDecoderCollator", "Example", "SyntheticExamples", "SyntheticTask",
-    "compare_generalization", "encode_example", "exact_match", "get_task", "held_out_examples",
+    "compare_generalization", "encode_example", "get_task", "held_out_examples",
 ]  # fmt: skip

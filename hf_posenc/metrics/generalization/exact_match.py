@@ -1,12 +1,11 @@
-"""Fraction of right answers by length, for one model or for one model under several schemes."""
+"""Fraction of right answers by length, for a model as it is or under several schemes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig
 
 Method = Literal["teacher_forced", "generate"]
-_METHODS = ("teacher_forced", "generate")
 #: Tokens and labels of one example.
 _Row = tuple[list[int], list[int]]
 
@@ -40,60 +38,6 @@ LENGTH_DEPENDENT_NOTE = (
     "The scheme depends on the length of the whole sequence, which includes the answer in teacher forcing: these are "
     "not the answers that the model would generate. Use method='generate'."
 )
-
-
-@dataclass(frozen=True)
-class GeneralizationRow:
-    """The result at one length.
-
-    Args:
-        length: the length, as the task counts it.
-        samples: number of examples that were tested.
-        held_out: whether no training set of this task can contain these examples.
-        exact_match: fraction of the answers that are right from the first token to the end token, if there is one.
-        interval: the 95 % Wilson interval of `exact_match`.
-        token_accuracy: fraction of the answers' tokens, including end tokens, that are predicted after the right ones
-            before them; `None` if it was not measured.
-        reason: why there is no number.
-    """
-
-    length: int
-    samples: int
-    held_out: bool
-    exact_match: float | None = None
-    interval: tuple[float, float] | None = None
-    token_accuracy: float | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class GeneralizationResult:
-    """Exact match by length of one model on one task.
-
-    Args:
-        rows: one per length, in ascending order.
-        note: what a reader must know to understand the numbers, or an empty text.
-    """
-
-    rows: tuple[GeneralizationRow, ...]
-    note: str = ""
-
-    def row(self, length: int) -> GeneralizationRow:
-        """Returns the row of one length; raises `KeyError` if it was not tested."""
-        return {row.length: row for row in self.rows}[length]
-
-    def records(self) -> list[Record]:
-        """Returns the rows as records without a subject."""
-        records = []
-        for row in self.rows:
-            at, note = {"length": row.length}, f"length {row.length}: {row.reason}" if row.reason else self.note
-            low, high = row.interval or (None, None)
-            records.append(Record("", "exact_match", row.exact_match, at, low, high, row.samples, note=note))
-            if row.token_accuracy is not None:
-                records.append(Record("", "token_accuracy", row.token_accuracy, at))
-            records.append(Record("", "examples", row.samples, at))
-            records.append(Record("", "held_out", None, at, passed=row.held_out))
-        return records
 
 
 def compare_generalization(
@@ -108,34 +52,71 @@ def compare_generalization(
     method: Method = "teacher_forced",
     batch_size: int = 64,
 ) -> Result:
-    """Measures `exact_match` under schemes that are set after training, such as a scaled RoPE or none at all.
+    """Tests a model on examples of each length that no training set of the task contains.
+
+    The model is measured as it is, or under schemes that are set after training, such as a scaled RoPE or none at all.
+    A causal model continues the prompt. In an encoder-decoder, the encoder reads it and the decoder writes the answer.
+
+    Teacher forcing reads the prompt and the right answer at once and takes the most likely token at every place. An
+    answer is right from first to last under the same conditions as in greedy decoding: up to its first error, both have
+    read the same tokens. Its token accuracy is different: it is that of a model which is corrected after every error.
+
+    Examples with equally many tokens share a batch, so nothing is padded. The model is left unchanged.
 
     Args:
-        model: a causal language model or an encoder-decoder, patched or not; it is left unchanged.
+        model: a causal language model or an encoder-decoder, patched or not.
         tokenizer: the tokenizer that the model was trained with.
         task: a synthetic task or its name.
         lengths: the lengths to test; by default those of the task.
         schemes: the schemes to measure, one after the other; see `measure_schemes`.
-        samples: examples per length.
-        seed: seed of the examples and of new scheme weights.
+        samples: examples per length; fewer if the task has no more of that length.
+        seed: seed of the examples, the same for every model, and of new scheme weights.
         method: `"teacher_forced"`, one forward per batch, or `"generate"`, which decodes token by token.
         batch_size: examples per forward.
 
     Returns:
-        For each scheme and `length`, the `exact_match` with its 95 % Wilson interval, the `token_accuracy` if it was
-        measured, the number of `examples`, and whether they are `held_out`.
+        For each scheme and `length`, in ascending order:
+
+        - `exact_match`: the fraction of the answers that are right from the first token to the end token, with its 95 %
+          Wilson interval. A length that the encoding cannot represent has the reason instead of a number.
+        - `token_accuracy`: with teacher forcing, the fraction of the answers' tokens, including end tokens, that are
+          predicted after the right ones before them.
+        - `examples`: number of examples. `held_out`: passed if no training set of this task can contain them.
 
     Raises:
         UnknownNameError: for an unknown task or scheme, before the model is changed.
-        MeasurementError: for a length, a method or a tokenizer that cannot be used.
-        UnsupportedError: if the model writes no answer, unless `schemes` are given: their rows then have the reason.
+        MeasurementError: for a length, a method or a tokenizer that cannot be used; for an encoder-decoder whose config
+            does not give the first token of its decoder.
+        UnsupportedError: if the model is neither causal nor an encoder-decoder, or has no logits, unless `schemes` are
+            given: their rows then have the reason.
     """
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
+    if method not in get_args(Method):
+        raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, get_args(Method)))}.")
+    if batch_size < 1:
+        raise MeasurementError(f"batch_size is {batch_size}; a batch needs at least one example.")
+    rows = {
+        length: [encode_example(tokenizer, example) for example in held_out_examples(task, length, samples, seed)]
+        for length in lengths
+    }
+    check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
 
     def measure(patched: Any) -> list[Record]:
-        options: dict[str, Any] = {"samples": samples, "seed": seed, "method": method, "batch_size": batch_size}
-        return exact_match(patched, tokenizer, task, lengths, **options).records()
+        if not is_encoder_decoder(patched) and not predicts_next_token(patched, torch.tensor([rows[lengths[0]][0][0]])):
+            raise UnsupportedError(
+                f"Length generalisation is tested on the continuation of a prompt. In {type(patched).__name__}, a "
+                f"token sees later tokens, so it would read the answer that it has to give. Load a decoder with "
+                f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
+            )
+        records: list[Record] = []
+        with evaluation_mode(patched):
+            for length, group in rows.items():
+                at = {"length": length}
+                records += _measure(patched, tokenizer, length, group, method, batch_size)
+                records.append(Record("", "examples", len(group), at))
+                records.append(Record("", "held_out", None, at, passed=is_split(task, length)))
+        return records
 
     measured = measure_as_is(model, measure) if schemes is None else measure_schemes(model, schemes, measure, seed=seed)
     return evaluation_result(
@@ -164,92 +145,28 @@ def compare_generalization(
     )
 
 
-def exact_match(
-    model: Any,
-    tokenizer: Any,
-    task: str | SyntheticTask,
-    lengths: Sequence[int] | None = None,
-    *,
-    samples: int = 100,
-    seed: int = 0,
-    method: Method = "teacher_forced",
-    batch_size: int = 64,
-) -> GeneralizationResult:
-    """Tests a model on examples of each length that no training set of the task contains.
-
-    A causal model continues the prompt. In an encoder-decoder, the encoder reads it and the decoder writes the answer.
-
-    Teacher forcing reads the prompt and the right answer at once and takes the most likely token at every place. An
-    answer is right from first to last under the same conditions as in greedy decoding: up to its first error, both have
-    read the same tokens. Its token accuracy is different: it is that of a model which is corrected after every error.
-
-    Examples with equally many tokens share a batch, so nothing is padded. The model is left unchanged.
-
-    Args:
-        model: a causal language model or an encoder-decoder, patched or not.
-        tokenizer: the tokenizer that the model was trained with.
-        task: a synthetic task or its name.
-        lengths: the lengths to test; by default those of the task.
-        samples: examples per length; fewer if the task has no more of that length.
-        seed: seed of the examples. With the same seed, every model gets the same ones.
-        method: `"teacher_forced"`, with one forward per batch, or `"generate"`, which decodes token by token.
-        batch_size: examples per forward.
-
-    Returns:
-        One row per length. A length that the encoding cannot represent has the reason instead of a number.
-
-    Raises:
-        UnknownNameError: for an unknown task.
-        MeasurementError: for a length, a method or a tokenizer that cannot be used; for an encoder-decoder whose config
-            does not give the first token of its decoder.
-        UnsupportedError: if the model is neither causal nor an encoder-decoder, or has no logits.
-    """
-    task = get_task(task)
-    lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
-    if method not in _METHODS:
-        raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, _METHODS))}.")
-    if batch_size < 1:
-        raise MeasurementError(f"batch_size is {batch_size}; a batch needs at least one example.")
-    rows = {
-        length: [encode_example(tokenizer, example) for example in held_out_examples(task, length, samples, seed)]
-        for length in lengths
-    }
-    check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
-    if not is_encoder_decoder(model) and not predicts_next_token(model, torch.tensor([rows[lengths[0]][0][0]])):
-        raise UnsupportedError(
-            f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__}, a token sees "
-            f"later tokens, so it would read the answer that it has to give. Load a decoder with "
-            f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
-        )
-    with evaluation_mode(model):
-        measured = tuple(
-            _measure(model, tokenizer, length, rows[length], is_split(task, length), method, batch_size)
-            for length in lengths
-        )
-    encoding = current_encoding(unwrapped(model))
-    growing = encoding is not None and is_length_dependent(encoding) and method == "teacher_forced"
-    return GeneralizationResult(measured, LENGTH_DEPENDENT_NOTE if growing else "")
-
-
 def _measure(
-    model: Any, tokenizer: Any, length: int, rows: list[_Row], held_out: bool, method: Method, batch_size: int
-) -> GeneralizationRow:
-    right, right_tokens, tokens = 0, 0, 0
+    model: Any, tokenizer: Any, length: int, rows: list[_Row], method: Method, batch_size: int
+) -> list[Record]:
+    """Returns the exact match on the examples of one length and, with teacher forcing, the token accuracy."""
+    at, forced, encoding = {"length": length}, method == "teacher_forced", current_encoding(unwrapped(model))
+    note = LENGTH_DEPENDENT_NOTE if forced and encoding is not None and is_length_dependent(encoding) else ""
+    hits: list[Tensor] = []
     try:
         check_capacity(model, max(_longest_sequence(model, ids, labels) for ids, labels in rows))
-        for prompts, answers in _batches(model, rows, batch_size):
-            if method == "generate":
-                right += int(_generated(model, tokenizer, prompts, answers).all(dim=1).sum())
-            else:
-                hits = _teacher_forced(model, prompts, answers)
-                right += int(hits.all(dim=1).sum())
-                right_tokens += int(hits.sum())
-                tokens += hits.numel()
+        hits = [
+            _teacher_forced(model, *batch) if forced else _generated(model, tokenizer, *batch)
+            for batch in _batches(model, rows, batch_size)
+        ]
     except (SequenceLengthError, FloatingPointError) as error:
-        return GeneralizationRow(length, len(rows), held_out, reason=str(error))
-    accuracy = right_tokens / tokens if tokens else None
-    interval = wilson_interval(right, len(rows))
-    return GeneralizationRow(length, len(rows), held_out, right / len(rows), interval, accuracy)
+        note = f"length {length}: {error}"
+    right, count = sum(int(batch.all(dim=1).sum()) for batch in hits), len(rows)
+    low, high = wilson_interval(right, count) if hits else (None, None)
+    records = [Record("", "exact_match", right / count if hits else None, at, low, high, count, note=note)]
+    if forced:
+        accuracy = sum(int(batch.sum()) for batch in hits) / sum(map(Tensor.numel, hits)) if hits else None
+        records.append(Record("", "token_accuracy", accuracy, at))
+    return records
 
 
 def _batches(model: Any, rows: list[_Row], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,8 +14,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.preserve import evaluation_mode
 
-_INTERPOLATES = "interpolate_pos_encoding"
-
 
 @dataclass(frozen=True)
 class PatchSize:
@@ -96,9 +94,7 @@ def run_images(model: Any, pixel_values: Tensor, **options: Any) -> Any:
         UnsupportedError: if the model cannot read images of this size.
     """
     inner = unwrapped(model)
-    if _INTERPOLATES in inspect.signature(inner.forward).parameters:
-        options[_INTERPOLATES] = True
-    weight = next(inner.parameters())
+    weight, options = next(inner.parameters()), options | size_options(model)
     try:
         with evaluation_mode(model):
             return model(pixel_values=pixel_values.to(weight.device, weight.dtype), **options)
@@ -110,6 +106,12 @@ def run_images(model: Any, pixel_values: Tensor, **options: Any) -> Any:
             f"{type(inner).__name__} cannot read images of {height} x {width} pixels: {error} Choose another "
             "resolution, or a scheme that has no position table."
         ) from error
+
+
+def size_options(model: Any) -> dict[str, Any]:
+    """Returns the argument that asks a model to interpolate its position table to the size of images, if it has one."""
+    name = "interpolate_pos_encoding"
+    return {name: True} if name in inspect.signature(unwrapped(model).forward).parameters else {}
 
 
 def _about_size(model: Any, pixel_values: Tensor) -> bool:

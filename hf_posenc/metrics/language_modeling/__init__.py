@@ -5,7 +5,6 @@ from hf_posenc.metrics.language_modeling.by_length import (
     LengthLosses,
     LengthRow,
     loss_by_length,
-    sliding_window_loss,
     text_losses,
 )
 from hf_posenc.metrics.language_modeling.token_losses import (
@@ -20,5 +19,5 @@ from hf_posenc.metrics.language_modeling.token_losses import (
 
 __all__ = [
     "Frame", "LengthLosses", "LengthRow", "causal_targets", "loss_by_length", "masked_targets", "predicts_next_token",
-    "sliding_window_loss", "special_frame", "stream_windows", "text_losses", "token_losses", "token_stream",
+    "special_frame", "stream_windows", "text_losses", "token_losses", "token_stream",
 ]  # fmt: skip

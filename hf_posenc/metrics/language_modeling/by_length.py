@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from hf_posenc.metrics.language_modeling.token_losses import (
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
+#: Returns the losses of pieces for their tokens and labels.
+_Read = Callable[[Tensor, Tensor], Tensor]
 #: The number of last targets of a window, which have the longest context.
 TAIL = 32
 
@@ -118,8 +121,10 @@ def loss_by_length(
         tail: number of last tokens of each window in the tail, less than the shortest length; by default 32, or half
             the shortest length if that has no more than 32 tokens of text.
         position_bin: width of the position bins in tokens; by default half the shortest length.
-        sliding_window: the length of the sliding window, usually the trained one; `None` omits it.
-        stride: stride of the sliding window; by default half its length.
+        sliding_window: the length of the sliding window, usually the trained one; `None` omits it. A shorter text is
+            one window.
+        stride: stride of the sliding window in tokens, at most its length; by default half of it. With a stride of the
+            whole window, a causal model cannot predict the first token of each window.
         frame: special tokens around each piece (BOS, [CLS] ... [SEP]), counted in its length.
         tokens_per_batch: tokens per forward call, which bounds memory.
 
@@ -127,7 +132,8 @@ def loss_by_length(
         One row per length. If the model cannot represent a length, the row has the reason.
 
     Raises:
-        MeasurementError: if the lengths do not fit the windows, or the batch cannot be scored.
+        MeasurementError: if the lengths do not fit the windows, the batch cannot be scored, or a sliding window or its
+            stride leaves tokens out.
         UnsupportedError: for an encoder-decoder, or a model without one row of logits per token.
     """
     check_batch(model, input_ids, labels, tokens_per_batch)
@@ -151,12 +157,13 @@ def loss_by_length(
     if position_bin < 1:
         raise MeasurementError(f"position_bin must be at least 1, got {position_bin}.")
     causal = predicts_next_token(model, input_ids) if causal is None else causal
+    read = partial(_framed_losses, model, causal, frame, tokens_per_batch)
     rows: list[LengthRow] = []
     longest = torch.empty(windows, 0)
     for length in ascending:
         content = length - frame.size
         try:
-            losses = _piecewise_losses(model, input_ids, labels, content, causal, frame, tokens_per_batch)
+            losses = _piecewise_losses(read, input_ids, labels, content)
         except SequenceLengthError as error:
             rows.append(LengthRow(length, None, None, 0, reason=str(error)))
             continue
@@ -166,8 +173,7 @@ def loss_by_length(
     edges = [*range(0, last, position_bin), last]
     sliding = None
     if sliding_window is not None:
-        common: dict[str, Any] = {"causal": causal, "tail": tail, "frame": frame, "tokens_per_batch": tokens_per_batch}
-        sliding = sliding_window_loss(model, input_ids, labels, window=sliding_window, stride=stride, **common)
+        sliding = _sliding_window(read, input_ids, labels, causal, frame, sliding_window, stride, tail)
     return LengthLosses(
         rows=tuple(rows),
         position_edges=tuple(edges),
@@ -181,43 +187,24 @@ def default_tail(shortest: int, frame: Frame) -> int:
     return min(TAIL, max(1, (shortest - frame.size) // 2))
 
 
-def sliding_window_loss(
-    model: Any,
+def _sliding_window(
+    read: _Read,
     input_ids: Tensor,
     labels: Tensor,
-    *,
+    causal: bool,
+    frame: Frame,
     window: int,
-    stride: int | None = None,
-    causal: bool | None = None,
-    tail: int = TAIL,
-    frame: Frame | None = None,
-    tokens_per_batch: int = TOKENS_PER_BATCH,
+    stride: int | None,
+    tail: int,
 ) -> LengthRow:
-    """Measures the mean loss when every target is predicted from at most `window` tokens.
+    """Measures the mean loss when every target is predicted from at most `window` tokens, including the frame.
 
     This is the perplexity of the transformers guide ("Perplexity of fixed-length models") and of YaRN
     (arXiv:2309.00071, section 4.1): windows start `stride` tokens apart, and each scores only the targets that no
     earlier window has seen. After the first window, every target therefore has at least `window - stride` tokens of
     context. The last window is moved back to end with the text; in the guide it is shorter. For a model that sees both
     sides, each target is scored by the window in which it is closest to the middle.
-
-    Args:
-        model: a causal or masked language model; it is left unchanged.
-        input_ids: `(windows, window_length)` int64; each row is one long text.
-        labels: `(windows, window_length)`, not shifted; -100 at tokens that are not targets.
-        window: tokens per forward call, including the frame; usually the trained length. A shorter text is one window.
-        stride: in tokens, at most `window`; by default half of it. With a stride of the whole window, a causal model
-            cannot predict the first token of each window.
-        causal: whether the model predicts the next token; `None` measures it.
-        tail: number of last tokens of each text in the tail.
-        frame: special tokens around each window, counted in its length.
-        tokens_per_batch: tokens per forward call.
-
-    Raises:
-        MeasurementError: for a window or stride that leaves tokens out.
     """
-    check_batch(model, input_ids, labels, tokens_per_batch)
-    frame = frame or Frame()
     length = input_ids.shape[1]
     content = min(window - frame.size, length)
     stride = max(1, content // 2) if stride is None else stride
@@ -226,15 +213,13 @@ def sliding_window_loss(
             f"A sliding window of {window} tokens, {frame.size} of them special, with stride {stride} leaves tokens "
             f"out: the stride must be at least 1, and at most the {max(content, 0)} tokens of text in a window."
         )
-    causal = predicts_next_token(model, input_ids) if causal is None else causal
     losses = torch.full(input_ids.shape, math.nan)
     try:
         for start, first, last in scored_spans(length, content, stride, causal):
             span, scored = slice(start, start + content), slice(first - start, last - start)
             targets = torch.full_like(labels[:, span], IGNORED)
             targets[:, scored] = labels[:, first:last]
-            read = _framed_losses(model, input_ids[:, span], targets, causal, frame, tokens_per_batch)
-            losses[:, first:last] = read[:, scored]
+            losses[:, first:last] = read(input_ids[:, span], targets)[:, scored]
     except SequenceLengthError as error:
         return LengthRow(window, None, None, 0, str(error), stride)
     return _row(window, losses, tail, stride)
@@ -255,7 +240,7 @@ def scored_spans(length: int, window: int, stride: int, causal: bool) -> list[tu
 
 
 def _framed_losses(
-    model: Any, ids: Tensor, targets: Tensor, causal: bool, frame: Frame, tokens_per_batch: int
+    model: Any, causal: bool, frame: Frame, tokens_per_batch: int, ids: Tensor, targets: Tensor
 ) -> Tensor:
     """Returns losses of pieces `(pieces, length)` with special tokens around them; NaN where there is no target."""
     # A causal model cannot predict the first token of a piece, unless the frame has a token before it.
@@ -266,17 +251,14 @@ def _framed_losses(
     return losses[:, len(frame.before) : len(frame.before) + ids.shape[1]]
 
 
-def _piecewise_losses(
-    model: Any, input_ids: Tensor, labels: Tensor, content: int, causal: bool, frame: Frame, tokens_per_batch: int
-) -> Tensor:
+def _piecewise_losses(read: _Read, input_ids: Tensor, labels: Tensor, content: int) -> Tensor:
     """`(windows, window_length)`: losses in pieces counted from the end; the rest at the start is a shorter piece."""
     rest = input_ids.shape[1] % content
     columns = []
     for piece, size in ((slice(0, rest), rest), (slice(rest, None), content)):
         if size:
             ids, targets = (tokens[:, piece].reshape(-1, size) for tokens in (input_ids, labels))
-            losses = _framed_losses(model, ids, targets, causal, frame, tokens_per_batch)
-            columns.append(losses.reshape(input_ids.shape[0], -1))
+            columns.append(read(ids, targets).reshape(input_ids.shape[0], -1))
     return torch.cat(columns, dim=1)
 
 

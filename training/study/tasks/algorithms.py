@@ -16,13 +16,13 @@ from hf_posenc.metrics.generalization import (
     EncoderDecoderCollator,
     SyntheticExamples,
     SyntheticTask,
-    exact_match,
+    compare_generalization,
     held_out_examples,
 )
 from hf_posenc.metrics.generalization.examples import encode_example, end_token, padding_token, tokens_of_row
 from training.objectives import IGNORED
 from training.study.settings import TrainingSettings
-from training.study.tasks.task import CellData, StudyTask, rounded
+from training.study.tasks.task import CellData, StudyTask, figures_of
 from training.swapping import SAMPLE_ROWS
 
 if TYPE_CHECKING:
@@ -77,11 +77,10 @@ class AlgorithmTask(StudyTask):
         return default_collate
 
     def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
-        samples, seed = self.settings.test_samples, _question_seed(cell)
-        tokenizer = data.train.tokenizer
-        rows = exact_match(model, tokenizer, self.synthetic, self.lengths, samples=samples, seed=seed).rows
-        tokens = {"token_accuracy": rounded([row.token_accuracy for row in rows])} if whole else {}
-        return {"lengths": self.lengths, "accuracy": rounded([row.exact_match for row in rows])} | tokens
+        samples, seed, tokenizer = self.settings.test_samples, _question_seed(cell), data.train.tokenizer
+        result = compare_generalization(model, tokenizer, self.synthetic, self.lengths, samples=samples, seed=seed)
+        tokens = {"token_accuracy": figures_of(result, "token_accuracy")} if whole else {}
+        return {"lengths": self.lengths, "accuracy": figures_of(result, "exact_match")} | tokens
 
 
 class EncoderDecoderTask(AlgorithmTask):

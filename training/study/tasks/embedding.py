@@ -13,6 +13,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 from hf_posenc import SequenceLengthError
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.metrics.language_modeling.token_losses import Frame
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.recipes import hidden_state_loss, mean_pooled, pose_positions
 from training.data.text import TokenStream
 from training.errors import SettingsError
@@ -149,27 +150,25 @@ class Teacher:
         by_piece = [self.model(input_ids=piece).last_hidden_state for piece in framed]
         return torch.cat([by_piece[0][:, :1], *(states[:, 1:-1] for states in by_piece), by_piece[-1][:, -1:]], dim=1)
 
-    @torch.no_grad()
     def similarities(self, model: Any, lengths: list[int], windows: int) -> list[float | None]:
         """Computes the mean cosine between a model's sentence embeddings and those of the teacher.
 
         Returns:
             One number per length, over `windows` pieces of text; `None` for lengths that the model cannot read.
         """
-        training, capacity = model.training, native_capacity(model) or 2**31
-        model.eval()
+        capacity = native_capacity(model) or 2**31
         means: list[float | None] = []
-        for length in lengths:
-            cosines: list[float] = []
-            try:
-                for ids in self.texts.rows(windows, length)[:, None] if length <= capacity else ():
-                    learned = mean_pooled(model(input_ids=ids.to(model.device)).last_hidden_state)
-                    taught = mean_pooled(self.states(ids.to(model.device)))
-                    cosines.append(float(torch.nn.functional.cosine_similarity(learned, taught)))
-            except SequenceLengthError:
-                cosines = []
-            means.append(sum(cosines) / len(cosines) if cosines else None)
-        model.train(training)
+        with evaluation_mode(model):
+            for length in lengths:
+                cosines: list[float] = []
+                try:
+                    for ids in self.texts.rows(windows, length)[:, None] if length <= capacity else ():
+                        learned = mean_pooled(model(input_ids=ids.to(model.device)).last_hidden_state)
+                        taught = mean_pooled(self.states(ids.to(model.device)))
+                        cosines.append(float(torch.nn.functional.cosine_similarity(learned, taught)))
+                except SequenceLengthError:
+                    cosines = []
+                means.append(sum(cosines) / len(cosines) if cosines else None)
         return means
 
 

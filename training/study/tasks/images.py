@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import default_collate
 from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
 
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.images.patches import PatchSize
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
-from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions
+from hf_posenc.metrics.images.resolution import check_resolutions, resolution_test
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureRows, image_processor
+from training.data.pictures import Augmentation, PictureRows, image_processor, picture_batch
 from training.errors import SettingsError, settings_errors
 from training.study.corpus import Corpus
 from training.study.models import new_image_model
 from training.study.settings import StudySettings, SwapArguments, TrainingSettings
-from training.study.tasks.task import CellData, StudyTask, dog_figures, rounded
+from training.study.tasks.task import CellData, StudyTask, dog_figures, figures_of
 
 if TYPE_CHECKING:
     from training.study.cells import Cell
@@ -62,7 +62,7 @@ class ImagesTask(StudyTask):
         settings, augmentation = cell.settings, Augmentation(cell.settings.random_crop, seed=cell.seed)
         return CellData(
             train=PictureRows(train, settings.train_resolution, _CHANNELS, Normalization(), augmentation),
-            collate=lambda rows: default_collate(rows) | {"interpolate_pos_encoding": True},
+            collate=partial(picture_batch, interpolate_pos_encoding=True),
             validation=PictureRows(validation, self.settings.train_resolution, _CHANNELS, Normalization()),
             positions=(max(self.lengths) // self.settings.patch_size) ** 2,
             pictures=test,
@@ -79,12 +79,12 @@ class ImagesTask(StudyTask):
 
     def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         assert data.pictures is not None
-        rows = accuracy_by_resolution(model, data.pictures, self.lengths)
+        result = resolution_test(model, dataset=data.pictures, resolutions=self.lengths)
         return {
             "lengths": self.lengths,
-            "accuracy": rounded([row.accuracy for row in rows]),
-            "loss": rounded([row.loss for row in rows]),
-            "reasons": sorted({f"{row.resolution} pixels: {row.reason}" for row in rows if row.reason}),
+            "accuracy": figures_of(result, "accuracy"),
+            "loss": figures_of(result, "loss"),
+            "reasons": sorted({record.note for record in result.records if record.note}),
         }
 
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

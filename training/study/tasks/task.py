@@ -196,3 +196,8 @@ def dog_figures(test: Callable[[], Result]) -> dict[str, Any]:
 def rounded(values: Any) -> list[float | None]:
     """Returns numbers rounded as in results."""
     return [None if value is None else round(value, 4) for value in values]
+
+
+def figures_of(result: Result, quantity: str) -> list[float | None]:
+    """Returns the numbers of a quantity, rounded, in the order of the result."""
+    return rounded([record.value for record in result.of(quantity=quantity)])

@@ -66,9 +66,10 @@ class LanguageTask(TextTask):
         chosen = validation_windows(validation.tokens, task)
         windows: dict[str, Any] = validation_batch(chosen, tokenizer, causal, task.mlm_probability)
         length = min(task.train_length, self.lengths[-1])
+        masking = None if causal else RowMasking(tokenizer, settings.mlm_probability, cell.seed)
         return CellData(
-            train=TrainingWindows(train.tokens, settings, cell.seed),
-            collate=WindowCollator(tokenizer, None if causal else settings.mlm_probability, cell.seed),
+            train=TrainingWindows(train.tokens, settings, cell.seed, masking),
+            collate=default_collate,
             validation=StackDataset(**{name: tokens[:, -length:].clone() for name, tokens in windows.items()}),
             positions=max(self.lengths[-1], settings.train_length),
             windows=windows,
@@ -150,15 +151,17 @@ class MaskedTask(LanguageTask):
     loader = AutoModelForMaskedLM
 
 
-class TrainingWindows(Dataset[dict[str, Any]]):
+class TrainingWindows(Dataset[dict[str, Tensor]]):
     """Windows of `train_length` tokens in a fixed random order, repeated (reshuffled) until `max_steps` are filled.
 
-    Item `i` has the tokens of a window, `(train_length,)`, and its place `i`, so that masking can depend only on the
-    place.
+    Item `i` has `input_ids` and `labels`, each `(train_length,)`. With `masking`, its masks depend only on the seed and
+    on `i`. So they are the same for every scheme, for any number of processes, and in a resumed run.
     """
 
-    def __init__(self, stream: NDArray[np.int32], settings: TrainingSettings, seed: int) -> None:
-        self.stream = stream
+    def __init__(
+        self, stream: NDArray[np.int32], settings: TrainingSettings, seed: int, masking: RowMasking | None = None
+    ) -> None:
+        self.stream, self.seed, self.masking = stream, seed, masking
         self.length = settings.train_length
         windows = len(stream) // self.length
         wanted = max(settings.max_steps, 1) * settings.batch_size
@@ -169,41 +172,13 @@ class TrainingWindows(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(self.order[index]) * self.length
         window = torch.from_numpy(self.stream[start : start + self.length].astype(np.int64))
-        return {"input_ids": window, "place": index}
-
-
-class WindowCollator:
-    """Makes batches of windows. In a masked task, the masks depend only on the seed and the place of a window.
-
-    So they are the same for every scheme, for any number of processes, and in a resumed run.
-
-    Args:
-        tokenizer: provides the mask token.
-        mlm_probability: share of the tokens that become targets; `None` for a causal task.
-        seed: seed of the masks.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float | None, seed: int) -> None:
-        self.seed, self.mask = seed, None
-        if mlm_probability is not None:
-            self.mask = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
-            self.mask.generator = torch.Generator()
-
-    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns `input_ids` and `labels`, each `(batch, length)`. Rows that already have labels are not changed."""
-        if "labels" in items[0]:
-            return default_collate(items)
-        if self.mask is None:
-            windows = torch.stack([item["input_ids"] for item in items])
-            return {"input_ids": windows, "labels": windows}
-        rows = []
-        for item in items:
-            self.mask.generator.manual_seed(self.seed * 1_000_003 + item["place"] + 1)
-            rows.append(self.mask([item["input_ids"]]))
-        return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        inputs, labels = window, window
+        if self.masking is not None:
+            inputs, labels = self.masking.drawn(window, self.seed * 1_000_003 + index + 1)
+        return {"input_ids": inputs, "labels": labels}
 
 
 def validation_windows(stream: NDArray[np.int32], settings: TrainingSettings) -> Tensor:
