@@ -282,10 +282,7 @@ def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
     if config["scheme"] == PartsConfig.name:
         parts = zip(config["names"], config["schemes"], strict=True)
         replaced = "replaced " + " and ".join(f"in its {part} part by `{one['scheme']}`" for part, one in parts)
-    return (
-        f"A stock `{class_name}` whose position encoding was {replaced}. All options:\n\n"
-        f"```json\n{options}\n```"
-    )
+    return f"A stock `{class_name}` whose position encoding was {replaced}. All options:\n\n```json\n{options}\n```"
 
 
 def _card_tags(names: Iterable[str]) -> list[str]:
