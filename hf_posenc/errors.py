@@ -64,7 +64,7 @@ class UnknownNameError(PositionEncodingError, ValueError):
         of_whom = f" of {owner}" if owner else ""
         listed = f"Known: {', '.join(known) or 'none'}."
         if listing and len(known) > _MOST_LISTED:
-            listed = f"All {len(known)} are listed by {listing}."
+            listed = f"All are listed by {listing}."
         sentences = (f"Unknown {kind} {name!r}{of_whom}.", hint, listed, remedy)
         super().__init__(" ".join(filter(None, sentences)))
 

@@ -166,7 +166,7 @@ def test_the_page_of_wrong_claims_quotes_its_sources(source: str, row: str, figu
 def test_the_readme_counts_the_schemes() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     count = len(hf_posenc.list_schemes())
-    assert f"There are {count} schemes: position encodings" in readme
+    assert f"There are {count} schemes, among them" in readme
     assert f"| {count} schemes, and your own |" in readme
 
 

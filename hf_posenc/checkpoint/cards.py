@@ -215,6 +215,9 @@ def _section(
     for module, names in own.items():
         here = f"# Here, run the code that registers: {names}."
         imports.append(here if module == "__main__" else f"import {module}  # registers {names}")
+    package = f"the package [hf_posenc]({REPOSITORY})"
+    modules = ", ".join("the program that saved it" if module == "__main__" else f"`{module}`" for module in own)
+    source = f"from {modules}, which extends {package}" if own else f"from {package}"
     loading = loading_section(name, class_name, imports=imports, base_model=base if adapter else None)
     layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
@@ -222,7 +225,7 @@ def _section(
             "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section."
             f"{f' Name: {name}.' if named else ''} Tags: {', '.join(_card_tags(scheme_names(encoding.config)))} -->",
             f"## Position encoding\n\nThe position encoding of this `{class_name}` is "
-            f"`{encoding.config.label}`, from the package [hf_posenc]({REPOSITORY})."
+            f"`{encoding.config.label}`, {source}."
             f"{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
             f"### Programs that run it\n\n{_programs(inner, name, [one for one in own if one != '__main__'], adapter)}",
@@ -279,10 +282,7 @@ def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
     if config["scheme"] == PartsConfig.name:
         parts = zip(config["names"], config["schemes"], strict=True)
         replaced = "replaced " + " and ".join(f"in its {part} part by `{one['scheme']}`" for part, one in parts)
-    return (
-        f"A stock `{class_name}` whose position encoding was {replaced} of the package `hf_posenc`. All options:\n\n"
-        f"```json\n{options}\n```"
-    )
+    return f"A stock `{class_name}` whose position encoding was {replaced}. All options:\n\n```json\n{options}\n```"
 
 
 def _card_tags(names: Iterable[str]) -> list[str]:

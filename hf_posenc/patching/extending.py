@@ -31,6 +31,7 @@ from hf_posenc.schemes import (
     ReRopeConfig,
     SelfExtendConfig,
     YarnScaling,
+    list_schemes,
 )
 from hf_posenc.schemes.arrangement.native import ONLY_WINDOWS_ROTATE, far_layers
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
@@ -179,7 +180,10 @@ def extend_context(
 def _change_rotation(model: nn.Module, method: str | None, part: str, length: int) -> str:
     """Patches a part by a method, or by the first recommended one that it accepts. Returns what a user should know."""
     if method not in (None, *_SCALINGS, *_FAR_PAIRS):
-        raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
+        hint = f"{method!r} is a scheme: use patch_model, then extend_context without a method." * (
+            method in list_schemes()
+        )
+        raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context", hint=hint)
     target = unwrapped(model)
     native, kind = native_scheme(target, part=part), f"{part} part of this {type(target).__name__}"
     in_force = scheme_in_part(current_encoding(target), part)

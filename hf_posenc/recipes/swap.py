@@ -173,9 +173,9 @@ def swap_scheme(
             )
         if table_extension is not None and not any("extended" in fit.target for fit in fits):
             raise ValueError(
-                f"table_extension={table_extension!r} is for a learned table with more positions than the old scheme "
-                f"({'unknown' if old is None else old.name}) has vectors for, and {config.name!r} has none here. Omit "
-                "it."
+                f"table_extension={table_extension!r} fills the rows of a new learned table beyond the vectors of the "
+                f"old scheme. There are no such rows: the old scheme is {'unknown' if old is None else old.name!r}, "
+                f"and the new one is {config.name!r}. Omit it."
             )
         undo.pop_all()
     placed = scheme_in_part(transaction.encoding, part)

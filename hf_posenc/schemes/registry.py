@@ -137,7 +137,7 @@ def as_scheme(value: SchemeLike, option: str = "", /, **options: Any) -> SchemeC
 
 
 def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig:
-    if isinstance(value, str) and ":" in value:
+    if isinstance(value, str) and (":" in value or value.startswith("[")):
         return parse_scheme(value, **options)
     if isinstance(value, str):
         return get_scheme(value).from_options(options)
@@ -166,13 +166,13 @@ def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig
 
 
 def parse_scheme(text: str, pairs: Iterable[str] = (), **options: Any) -> SchemeConfig:
-    """Parses `"rope:theta=5e5,layout=half"`, and further options, to a config.
+    """Parses `"rope:theta=5e5,layout=half"`, and further options, to a config. A JSON list is composed.
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
         UsageError: for a value out of range.
     """
-    name, _, inline = text.partition(":")
+    name, _, inline = (f"composed:parts={text}" if text.startswith("[") else text).partition(":")
     config_class = get_scheme(name)
     # The name of a scheme is a text, too: "none".
     texts = [field.name for field in dataclasses.fields(config_class) if kind_of(field) in ("str", "SchemeConfig")]

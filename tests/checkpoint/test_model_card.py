@@ -97,6 +97,7 @@ def test_the_example_imports_the_module_of_an_own_scheme(tmp_path: Path) -> None
     run(f"import hf_posenc, schemes_of_mine\n{save}('model')")
     card = (tmp_path / "model" / "README.md").read_text()
     assert "hf-posenc --import schemes_of_mine export" in card
+    assert "is `square_root`, from `schemes_of_mine`, which extends the package [hf_posenc]" in card
     assert "square_root" in run(card.split("```python\n")[1].split("```")[0])
     run(f"{OWN_SCHEME}\n{save}('script')")
     assert "run the code that registers: square_root." in (tmp_path / "script" / "README.md").read_text()

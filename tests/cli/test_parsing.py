@@ -12,7 +12,7 @@ from hf_posenc.schemes import (
     RopeConfig,
     YarnScaling,
 )
-from hf_posenc.schemes.registry import parse_scheme
+from hf_posenc.schemes.registry import as_scheme, parse_scheme
 from hf_posenc.schemes.written import parse_options, parse_value
 
 
@@ -51,6 +51,9 @@ class TestOptions:
     def test_schemes_inside_schemes(self):
         both = ComposedConfig((RopeConfig(), AlibiConfig()))
         assert parse_scheme('composed:parts=["rope","alibi"]') == both
+        assert parse_scheme('["rope", "alibi"]') == as_scheme('["rope", "alibi"]') == both
+        with pytest.raises(UsageError, match="single quotes"):
+            parse_scheme("[rope,alibi]")
         assert parse_scheme('self_extend:inner=["rope","alibi"],group=4').inner == both
         assert parse_scheme("self_extend:inner=native").inner == NativeConfig()
 

@@ -212,6 +212,7 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
     ("make", "options", "error", "message"),
     [
         (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
+        (llama, {"method": "p_rope"}, UnknownNameError, "'p_rope' is a scheme: use patch_model"),
         (llama, {"method": "yarn", "length": 64}, ValueError, "reaches 64 tokens"),
         *(
             (lambda: patch_model(llama(), "alibi"), {"method": None, "length": length}, ValueError, "expected an int")

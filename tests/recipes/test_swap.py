@@ -345,8 +345,8 @@ REFUSED: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
     (None, "kerple", {"sample": torch.full((1, 32), 5000)}, ValueError, "from 5000 to 5000, and this .* own tokenizer"),
     (None, "t5", {"initialization": "best"}, ValueError, "initialization is 'best'"),
     (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
-    (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "has none here"),
-    (None, "alibi", {"table_extension": "last"}, ValueError, "has none here"),
+    (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "There are no such rows"),
+    (None, "alibi", {"table_extension": "last"}, ValueError, "There are no such rows"),
     (
         None,
         "learned",

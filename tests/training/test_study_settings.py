@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
 import torch
 
-from hf_posenc import RopeConfig, SinusoidalConfig, UnknownNameError
+from hf_posenc import AlibiConfig, ComposedConfig, NativeConfig, RopeConfig, SinusoidalConfig, UnknownNameError
 from training import compare
 from training.errors import SettingsError
 from training.objectives import IGNORED
@@ -18,6 +19,17 @@ from training.study.tasks import algorithms
 def settings(**options):
     """As `parse_study` makes them, where every value has the type that YAML gives it."""
     return validated(StudySettings, options, "The study")
+
+
+def test_every_import_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert parse_study(["--import", "json", "--import=math,cmath"], "").imports == ["json", "math", "cmath"]
+
+
+def test_a_label_of_several_schemes() -> None:
+    both = settings(schemes="both", scheme_options={"both": {"scheme": ["native", "alibi"]}})
+    (cell,) = study_cells(both.model_copy(update={"tasks": ["causal"]}))
+    assert cell.config == ComposedConfig((NativeConfig(), AlibiConfig()))
 
 
 @pytest.mark.parametrize(

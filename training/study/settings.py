@@ -195,12 +195,21 @@ class SchemeOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", populate_by_name=True, use_attribute_docstrings=True)
 
-    scheme: str | None = Field(None, description="The scheme of the label. Default: the scheme named by the label.")
+    scheme: str | None = None
+    """The scheme of the label, or a list of several. Default: the scheme named by the label."""
     start: str | None = Field(None, alias="from")
     """The label whose trained model this one starts from. Default: new weights."""
     swap: SwapArguments = Field(default_factory=SwapArguments)
     """How to swap from the old scheme, if there is one."""
     training: dict[str, Any] = Field({}, description="Training settings for this label only.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several(cls, values: Any) -> Any:
+        # A list means the same as for `patch_model`.
+        if isinstance(values, dict) and isinstance(values.get("scheme"), list):
+            return values | {"scheme": "composed", "parts": values["scheme"]}
+        return values
 
     def changed(self, changes: SchemeOptions) -> SchemeOptions:
         """Returns a copy with the values that are set in `changes`."""
@@ -230,9 +239,9 @@ class StudySettings(TrainingSettings):
     label, which --scheme_options defines.
     """
     scheme_options: dict[str, SchemeOptions] = {}
-    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' is its scheme, 'from' the label whose
-    trained model it starts from, 'swap' how to swap from the old scheme, and 'training' its own training settings. By
-    default, sinusoidal has scale 0.07, which gives it the size of the token vectors.
+    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' is its scheme or a list of several, 'from'
+    the label whose trained model it starts from, 'swap' how to swap from the old scheme, and 'training' its own
+    training settings. By default, sinusoidal has scale 0.07, which gives it the size of the token vectors.
     """
     tasks: Names = Field(["causal", "masked"], min_length=1)
     """'causal' trains a small Llama on text, 'masked' a small BERT; 'embedding' keeps the sentence embeddings of a
@@ -377,8 +386,9 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         default = "" if field.default in (None, "", [], {}) else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
+        repeated = {"action": "append"} if name == "imports" else {}
         group = training if name in TrainingSettings.model_fields else whole
-        group.add_argument(*flags, dest=name, help=text, **boolean)
+        group.add_argument(*flags, dest=name, help=text, **boolean, **repeated)
     parsed, others = parser.parse_known_args(arguments)
     if others:
         raise SettingsError(parser.refusal(others[0].partition("=")[0].lstrip("-"), "the command line"))
