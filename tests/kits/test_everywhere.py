@@ -38,7 +38,6 @@ TINY = Plan(
     passages=(5, 70),
     long={"alibi": (100,)},
     long_places=2,
-    served=(),
     timed_prompt=8,
     timed_steps=2,
     rounds=1,

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from hf_posenc.report import Record, Result, Subject
 from tests.kits.everywhere import text
-from tests.kits.everywhere.chat import run_chat
 from tests.kits.everywhere.decoders import Task, reference, run_everywhere
 from tests.kits.everywhere.encoders import run_encoder
 from tests.kits.everywhere.exports import FORMATS, export
@@ -22,7 +21,7 @@ from tests.kits.everywhere.plan import Plan, Variant
 from tests.kits.everywhere.steps import Steps
 from tests.kits.everywhere.timings import run_timings
 
-_PACKAGES = ("torch", "transformers", "onnxruntime", "xllamacpp", "gguf", "openai")
+_PACKAGES = ("torch", "transformers", "onnxruntime", "xllamacpp", "gguf")
 
 
 def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -> Result:
@@ -61,8 +60,6 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
     for name, lengths in plan.long.items():
         for length in lengths:
             decode(plan.decoder(name), length)
-    for name in plan.served:
-        records += run_chat(steps, sources[name], plan.decoder(name), plan)
     if not plan.decoders[0].scheme:
         tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
         records += run_timings(steps, exports, tokens, plan)

@@ -41,8 +41,6 @@ class Plan:
         passages: texts that are embedded.
         long: the lengths of longer prompts by variant.
         long_places: predictions after a longer prompt.
-        served: variants that answer over HTTP.
-        chat_tokens: length of an answer.
         timed_prompt: tokens that are read in a timing.
         timed_steps: tokens that are written in a timing.
         rounds: of timings.
@@ -70,8 +68,6 @@ class Plan:
         default_factory=lambda: {"stock": (2048,), "yarn": (2048,), "alibi, healed": (2048,)}
     )
     long_places: int = 8
-    served: tuple[str, ...] = ("yarn", "alibi, healed")
-    chat_tokens: int = 32
     timed_prompt: int = 128
     timed_steps: int = 24
     rounds: int = 5
@@ -82,7 +78,6 @@ class Plan:
             self,
             decoders=tuple(variant for variant in self.decoders if variant.name in names),
             long={name: lengths for name, lengths in self.long.items() if name in names},
-            served=tuple(name for name in self.served if name in names),
         )
 
     def decoder(self, name: str) -> Variant:
