@@ -60,9 +60,8 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
     for name, lengths in plan.long.items():
         for length in lengths:
             decode(plan.decoder(name), length)
-    if not plan.decoders[0].scheme:
-        tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
-        records += run_timings(steps, exports, tokens, plan)
+    tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
+    records += run_timings(steps, exports, tokens, plan)
     return _result(plan, steps, records, command)
 
 
