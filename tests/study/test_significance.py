@@ -60,16 +60,6 @@ def test_equivalence_needs_small_differences_that_are_certain() -> None:
     assert p_equivalent([0.020, 0.021, 0.019, 0.020], 0.01) > 0.99
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_is_between_the_value_and_bonferronis(p_values: list[float]) -> None:
-    adjusted = holm(p_values)
-    for before, after in zip(p_values, adjusted, strict=True):
-        assert before <= after <= min(1.0, len(p_values) * before) or after == max(adjusted)
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    assert [adjusted[index] for index in order] == sorted(adjusted)
-    assert adjusted[order[0]] == pytest.approx(min(1.0, len(p_values) * p_values[order[0]]))
-
-
 def test_holm_of_a_known_case() -> None:
     """The example of Wikipedia's page on the method: four tests at 0.01, 0.04, 0.03 and 0.005."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -95,14 +85,9 @@ def test_texts_of_one_document_count_as_one() -> None:
     assert clustered.high - clustered.low > 2 * (naive.high - naive.low)
 
 
-def test_texts_widen_the_interval() -> None:
-    generator = np.random.default_rng(1)
-    same = np.tile(generator.normal(0, 0.01, (6, 1)), (1, 30))
-    apart = same + generator.normal(0, 0.2, (1, 30))
-    narrow, wide = (difference_over_texts(values, np.zeros_like(values)) for values in (same, apart))
-    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
+def test_texts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SettingsError, match="expected \\(seeds, texts\\) twice"):
-        difference_over_texts(same, same[:, :2])
+        difference_over_texts(np.zeros((6, 30)), np.zeros((6, 2)))
 
 
 def test_shares_that_vary_are_less_certain_than_their_number_of_answers() -> None:
