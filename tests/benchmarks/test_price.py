@@ -237,6 +237,9 @@ def test_long_inputs_are_planned_for_few_subjects(tmp_path):
         (["--lengths", "2"], "at least 16"),
         (["--budget_minutes", "0"], "not a number above 0"),
         (["--levels", "modell"], "choose from"),
+        (["--levels", "vit", "--lengths", "200"], "200 patches are not a square image"),
+        (["--schemes", "alibi:axs=2"], "Did you mean 'axes'"),
+        (["--schemes", "alibi@cuda"], "the backend 'cuda' is not one of eager, sdpa"),
     ],
 )
 def test_options_that_cannot_work_are_told(words, message, capsys):

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.kits.everywhere",
         description="Runs patched models in programs that do not know this package, and writes the numbers and a page.",
-        epilog="A run that was stopped goes on where it was stopped.",
+        epilog="Checkpoints and exports that exist are used again.",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/everywhere"),

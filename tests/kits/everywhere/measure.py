@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "transformers", "onnxruntime", "xllamacpp", "gguf")
 
 
 def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -> Result:
-    """Runs every step that has no result yet.
+    """Makes the models and exports that are missing, and measures.
 
     Args:
         plan: what is measured.
@@ -39,8 +39,8 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
 
     def decode(variant: Variant, length: int | None = None) -> None:
         task = Task.of(plan, sources[variant.name], length)
-        expected, of_reference = reference(steps, sources[variant.name], variant, task)
-        records.extend(of_reference + run_everywhere(steps, variant, exports[variant.name], expected))
+        expected, of_reference = reference(sources[variant.name], variant, task)
+        records.extend(of_reference + run_everywhere(variant, exports[variant.name], expected))
 
     for variant in plan.decoders:
         source = sources[variant.name] = checkpoint(steps, bases["smollm2"], variant)
@@ -56,12 +56,12 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
                 place, record = export(steps, source, variant, name, decoder=False)
                 records.append(record)
                 if place is not None:
-                    records += run_encoder(steps, source, variant, place, plan)
+                    records += run_encoder(source, variant, place, plan)
     for name, lengths in plan.long.items():
         for length in lengths:
             decode(plan.decoder(name), length)
     tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
-    records += run_timings(steps, exports, tokens, plan)
+    records += run_timings(exports, tokens, plan)
     return _result(plan, steps, records, command)
 
 
