@@ -14,8 +14,7 @@ from tests.training.run_cases import SIZES, run, trained_on, words, write_texts
 FROM_SCRATCH = {
     "model_name_or_path": None, "model_type": "bert", "config_overrides": json.dumps(SIZES), "tokenizer_name": "bytes",
 }  # fmt: skip
-JOINED = {"packing": "concatenate"}
-FAR: dict[str, Any] = JOINED | {"pose_length": 200}
+FAR: dict[str, Any] = {"packing": "concatenate", "pose_length": 200}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown scheme": ({"scheme": "alibbi"}, "Unknown scheme 'alibbi'. Did you mean 'alibi'"),
     "unknown option": (
@@ -84,10 +83,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "masked tokens further apart": ({"pose_length": 64, "causal": False}, "is for causal language models"),
     "a teacher elsewhere": ({"pose_length": 64, "self_distill": "true"}, "that the teacher of --distill"),
     "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "is for causal language models"),
-    "distilled without positions": (JOINED | {"self_distill": "true", "scheme": "none"}, "change nothing"),
-    "distilled past a table": (
-        JOINED | {"self_distill": "true", "scheme": "learned", "scheme_options": '{"num_positions": 32}'}, "reach 32",
-    ),
     "far without positions": (
         FAR | {"scheme": "none"}, "Other position_ids change nothing in this LlamaForCausalLM: the scheme 'none'",
     ),

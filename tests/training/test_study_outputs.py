@@ -75,18 +75,6 @@ def test_every_figure_is_aggregated_over_the_seeds_that_finished_and_differences
     assert "Of 2 of 3 seeds: the others have no number." in tables(results)
 
 
-def test_time_is_per_step_of_the_run_on_the_processor_or_beside_a_gpu_by_the_clock():
-    longer = finished("causal", "rope", seconds=8.0)
-    longer["curve"] = {"step": [20, 40], "train_loss": [3.0, 2.5], "validation_loss": [3.1, 2.6]}
-    read = finished("causal", "alibi", seconds=0.0, cpu_seconds=0.0) | {"from": "rope"}
-    read["curve"] = {"step": [0], "train_loss": [], "validation_loss": [2.6]}
-    results = study([finished("causal", "none", seconds=4.0), longer, read])
-    assert means(results, "causal", "rope", "seconds") == [2.0 / 40]
-    results["machine"]["gpu"] = "a device"
-    assert means(results, "causal", "rope", "seconds") == [8.0 / 40]
-    assert means(results, "causal", "alibi", "seconds") == [None]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -183,16 +171,6 @@ def test_means_stand_with_their_intervals_and_notes_say_what_a_reader_has_to_kno
         "minutes of processor time, on",
     ):
         assert line in text
-
-
-def test_another_budget_and_another_start_are_told():
-    healed = finished("causal", "alibi", training={"learning_rate": 0.1}) | {"from": "rope"}
-    shorter = finished("causal", "none")
-    shorter["curve"] = {"step": [10], "train_loss": [3.0], "validation_loss": [3.1]}
-    text = tables(study([finished("causal", "rope"), healed, shorter]))
-    assert "`alibi`: from the trained `rope` of the same seed, 20 steps, learning_rate=0.1." in text
-    assert "`none`: 10 steps." in text
-    assert "`rope`:" not in text
 
 
 def test_the_page_needs_nothing_beside_it_has_everything_and_escapes_it(tmp_path):
