@@ -16,7 +16,8 @@ from docs.study.long_context import material, run
 from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS, TARGETS
 from docs.study.long_context.report import PAGES, tables_of
-from docs.study.long_context.verdicts import check_other_parts, losses_of, recommended
+from docs.study.long_context.verdicts import check_other_parts, losses_of, recommended, verdicts
+from docs.study.significance import holm, p_equivalent, p_less
 from docs.study.table_numbers import filled
 from hf_posenc import patch_model
 from hf_posenc.patching.extending import _RECOMMENDED
@@ -124,6 +125,26 @@ def test_tables_need_every_loss() -> None:
     rows = measured({})
     with pytest.raises(SettingsError, match="1 losses are missing"):
         losses_of(rows[1:])
+
+
+def test_verdicts_are_the_registered_tests_with_one_correction() -> None:
+    losses = losses_of(measured({"yarn_4": -0.1, "p_rope": 0.05}))
+    found = verdicts(losses)
+    assert len(found) == 33
+    tested = [name for name, verdict in found.items() if verdict.p_value is not None]
+    assert {name for name in found if name not in tested} == {
+        ("A", name) for name in ("dynamic_ntk", "dynamic_yarn", "rerope", "dual_chunk", "sinks")
+    }
+    values = []
+    for claim, method in tested:
+        own, length = {"A": (1024, 1024), "B": (12288, 12288), "C": (12288, 4096)}[claim]
+        difference = losses[method, own] - losses["native", length]
+        values.append(p_equivalent(difference, 0.02) if claim == "A" else p_less(difference))
+    assert [found[name].p_value for name in tested] == holm(values)
+    assert found["B", "yarn_4"].passed
+    assert not found["A", "yarn_4"].passed
+    assert not found["B", "p_rope"].passed
+    assert found["A", "clipped"].passed
 
 
 def test_figures_of_all_parts() -> None:
