@@ -39,7 +39,7 @@ def test_the_cards_of_the_repository_are_those_of_the_published_results(tmp_path
     for card in tmp_path.iterdir():
         committed = (REPOSITORY / "model_cards" / card.name).read_text(encoding="utf-8")
         assert card.read_text(encoding="utf-8") == committed, (
-            "Run: python docs/study/outputs.py docs/results/findings --cards model_cards"
+            "Run: python docs/study/outputs.py COPY --cards model_cards, with a copy of docs/results/findings"
         )
     assert cards(three_seeds()) == {}
 
