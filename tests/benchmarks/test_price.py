@@ -130,8 +130,8 @@ def test_what_was_too_slow_at_one_length_is_not_tried_at_the_next(tmp_path):
 def test_the_published_tables_are_those_of_the_published_results(name):
     folder = PUBLISHED / f"price_{name}"
     text = (folder / "table.md").read_text(encoding="utf-8")
-    for part in figure_tables(json.loads((folder / "results.json").read_text(encoding="utf-8"))):
-        assert part in text
+    parts = figure_tables(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+    assert text.endswith("\n\n".join(filter(None, parts)) + "\n")
 
 
 def test_the_figure_is_drawn_from_two_lengths_on(content, tmp_path):
