@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from docs.generate.architectures_page import document, failures  # noqa: E402
 from tests.architectures.examination import examine  # noqa: E402
 from tests.architectures.population import Pair, all_pairs  # noqa: E402
-from tests.architectures.processes import each  # noqa: E402
+from tests.processes import each  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 DATA = ROOT / "docs" / "results" / "architectures.json"

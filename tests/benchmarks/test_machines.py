@@ -137,11 +137,8 @@ def test_the_shape_of_smollm2_is_measured_where_it_is_named():
     assert (SMOLLM2.hidden_size // SMOLLM2.num_heads, SMOLLM2.vocab_size) == (64, 49152)
 
 
-def test_a_scheme_may_name_its_backend(capsys):
+def test_a_scheme_may_name_its_backend():
     assert parse_options(["--schemes", "alibi@eager"]).schemes == ["alibi@eager"]
-    with pytest.raises(SystemExit):
-        parse_options(["--schemes", "alibi@cuda"])
-    assert "the backend 'cuda' is not one of eager, sdpa" in " ".join(capsys.readouterr().err.split())
     (eager, default), _ = build_lineup("model", ["alibi@eager", "alibi"], (), 16, TINY)
     assert (eager.family, default.family) == ("eager", "distance bias")
     logits = []

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from benchmarks.arguments import parse_options
 from benchmarks.bare import without_rotation
 from benchmarks.levels import LEVELS
 from benchmarks.lineup import REFERENCES, build_lineup
@@ -50,22 +49,15 @@ def test_one_layer_of_a_bare_llama_sees_which_tokens_came_before_and_not_in_whic
     assert not torch.allclose(*last["stock"], **_ROUNDING)
 
 
-def test_bare_llama_is_the_patched_model_of_no_scheme():
-    subjects = named("model", "bare", "bare again", "none")
+@pytest.mark.parametrize("level", ["model", "encoder"])
+def test_a_bare_model_is_the_patched_model_of_no_scheme(level):
     tokens = TINY.tokens(32)
-    expected = logits(subjects["bare"], tokens)
-    torch.testing.assert_close(logits(subjects["none"], tokens), expected, **_ROUNDING)
-    torch.testing.assert_close(logits(subjects["bare again"], tokens), expected, rtol=0, atol=0)
-
-
-def test_bare_bert_does_not_see_the_order_at_all():
-    subjects = named("encoder", "bare", "stock", "none")
-    tokens = TINY.tokens(32)
-    for name in ("bare", "none"):
-        outputs = logits(subjects[name], tokens), logits(subjects[name], tokens.flip(1)).flip(1)
-        torch.testing.assert_close(*outputs, **_ROUNDING)
-    torch.testing.assert_close(logits(subjects["bare"], tokens), logits(subjects["none"], tokens), **_ROUNDING)
-    assert not torch.allclose(logits(subjects["bare"], tokens), logits(subjects["stock"], tokens), **_ROUNDING)
+    found = {
+        name: logits(subject, tokens) for name, subject in named(level, "bare", "bare again", "stock", "none").items()
+    }
+    torch.testing.assert_close(found["none"], found["bare"], **_ROUNDING)
+    torch.testing.assert_close(found["bare again"], found["bare"], rtol=0, atol=0)
+    assert not torch.allclose(found["stock"], found["bare"], **_ROUNDING)
 
 
 def test_rotation_of_other_llamas_is_back_after_a_bare_call_and_after_an_error():
@@ -210,13 +202,3 @@ def test_a_bare_vit_is_the_patched_model_of_no_scheme_and_does_not_see_places():
         for subject in subjects.values():
             with subject.ready(phase, 16) as call:
                 call.once()
-
-
-def test_patches_fill_a_square(capsys):
-    with pytest.raises(SystemExit):
-        parse_options(["--levels", "vit", "--lengths", "200"])
-    assert "200 patches are not a square image" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        parse_options(["--schemes", "alibi:axs=2"])
-    assert "Did you mean 'axes'" in capsys.readouterr().err
-    assert parse_options(["--schemes", "alibi:axes=2", "--lengths", "196"]).schemes == ["alibi:axes=2"]

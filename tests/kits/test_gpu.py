@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc import get_scheme, list_schemes
-from tests.kits.gpu import __main__ as kit, correctness, worker
+from benchmarks.errors import BenchmarkError
+from hf_posenc import UnsupportedError, get_scheme, list_schemes
+from tests.kits.gpu import __main__ as kit, cells, correctness
+from tests.kits.gpu.cells import Part
 from tests.kits.gpu.checks import CHECKS
 from tests.kits.gpu.correctness import Case, Correctness, plan
-from tests.kits.gpu.price import Price
+from tests.kits.gpu.launches import Launches
 from tests.kits.gpu.rows import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, WRONG, PartFile
-from tests.kits.gpu.study import Study
-from tests.kits.gpu.suites import read_report
 from tests.kits.gpu.table import format_kit
-from tests.kits.gpu.worker import OutOfTimeError
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +52,6 @@ def rewrite(path, change) -> None:
     path.write_text("".join(f"{json.dumps(changed)}\n" for changed in map(change, lines) if changed is not None))
 
 
-def request(folder, part: str, **changes):
-    """What the supervisor asks of a worker."""
-    path = str(folder / f"{part}.jsonl")
-    asked = {"part": part, "command": "x", "path": path, "smoke": True, "device": "cpu", "overwrite": False}
-    asked |= {"worker": 0, "workers": 1}
-    return asked | {"cell_seconds": 60.0, "seconds": 60.0} | changes
-
-
 @pytest.mark.long
 def test_a_smoke_run_goes_through_every_part(smoke):
     status, folder = smoke
@@ -69,28 +65,21 @@ def test_a_smoke_run_goes_through_every_part(smoke):
     assert rows["forward encoder forget_gate float32 sdpa"]["status"] == REFUSED
     assert rows["cuda_graphs model alibi float32 sdpa"]["reason"] == "CUDA graphs need a GPU"
     assert {row["status"] for row in rows.values()} == {OK, REFUSED, SKIPPED}
-    losses = [row["by_length"]["loss"] for row in names["study"].rows.values()]
-    assert len(losses) == 3
-    assert all(len(pair) == 2 and 4 < pair[0] < 8 for pair in losses)
 
 
 def test_the_table_names_the_machine_and_every_part(smoke):
     _, folder = smoke
     text = (folder / "table.md").read_text()
     for expected in (
-        files(folder)["price"].headers[-1]["machine"]["cpu"],
+        files(folder)["launches"].headers[-1]["machine"]["cpu"],
         f"torch {torch.__version__}",
         "Subnormal float32 numbers take",
         "A smoke run",
         "| forward       | flex_attention |",
         "### Cells that are refused",
-        "### A tiny Llama, a token for each of 16 sequences after a cache of T, over bare",
-        "| alibi  |    0 |",
+        "what needs it left out: flash_attn",
     ):
         assert expected in text
-    assert "what needs it left out: flash_attn" in text
-    assert "SmolLM2-135M" not in text
-    assert "Targets" not in text
     assert "not run yet" not in text
 
 
@@ -99,41 +88,39 @@ def test_the_same_command_goes_on_with_what_is_missing(copied):
     path = copied / "correctness.jsonl"
     rewrite(path, lambda line: None if line.get("cell") in taken else line)
     before = path.read_text()
-    assert worker.main([json.dumps(request(copied, "correctness"))]) == 0
+    assert kit.main(["--smoke", "--device", "cpu", "--output_dir", str(copied), "--parts", "correctness"]) == 0
     assert path.read_text().startswith(before)
     header, *added = (json.loads(line) for line in path.read_text().removeprefix(before).splitlines())
-    assert header["command"] == "x"
-    assert [(line["cell"], line["status"]) for line in added] == [
-        (cell, event) for cell in taken for event in ("started", OK)
-    ]
+    assert header["command"].endswith("--parts correctness")
+    assert [(line["cell"], line["status"]) for line in added] == [(cell, OK) for cell in taken]
 
 
-@pytest.mark.parametrize("changes", [{"overwrite": True, "smoke": False, "device": "cuda"}, {}])
+@pytest.mark.parametrize("words", [["--overwrite", "--device", "cuda"], ["--smoke", "--device", "cpu"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_run_that_is_refused_leaves_the_results_of_another_machine(changes, tmp_path, capsys):
-    path = tmp_path / "price.jsonl"
+def test_a_run_that_is_refused_leaves_the_results_of_another_machine(words, tmp_path, capsys):
+    path = tmp_path / "launches.jsonl"
     path.write_text('{"machine": {"gpu": "another"}, "settings": {"smoke": false}, "cells": ["one"]}\n')
     before = path.read_text()
-    assert worker.main([json.dumps(request(tmp_path, "price", **changes))]) == kit.FATAL
-    assert ("The device 'cuda' is not available" if changes else "gpu 'another' there") in capsys.readouterr().err
+    assert kit.main([*words, "--output_dir", str(tmp_path), "--parts", "launches"]) == 2
+    expected = "The device 'cuda' is not available" if "cuda" in words else "gpu 'another' there"
+    assert expected in capsys.readouterr().err
     assert path.read_text() == before
 
 
 def test_a_part_that_is_run_anew_has_new_rows_only(copied):
-    path = copied / "price.jsonl"
+    path = copied / "launches.jsonl"
     rewrite(path, lambda line: line | ({"machine": {}} if "machine" in line else {"old": True}))
-    part, file, _ = worker.prepare(request(copied, "price", overwrite=True), lambda: 60.0)
-    assert file.left == part.cells()
-    assert PartFile(path).rows == part.rows == {}
+    words = ["--smoke", "--device", "cpu", "--output_dir", str(copied), "--parts", "launches", "--overwrite"]
+    # Its time is up at once.
+    kit.main([*words, "--budget_minutes", "1e-9"])
+    assert PartFile(path).rows == {}
+    assert PartFile(path).left == Launches("cpu", True).cells()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert kit.main(["--smoke", "--output_dir", str(tmp_path / "file")]) == 2
     assert "File exists" in capsys.readouterr().err
-
-
-# What is missing.
 
 
 @pytest.mark.parametrize("package", ["torch", "safetensors"])
@@ -149,13 +136,10 @@ def test_the_supervisor_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# What goes wrong in a check.
-
-
 @pytest.fixture
-def part(tmp_path) -> Correctness:
+def part() -> Correctness:
     correctness._reference.cache_clear()
-    return Correctness("cpu", True, tmp_path)
+    return Correctness("cpu", True)
 
 
 @pytest.fixture
@@ -228,80 +212,88 @@ def test_what_is_not_a_number_is_wrong(part, broken):
     json.dumps(row, allow_nan=False)
 
 
-def test_a_cell_that_crashes_does_not_end_the_run(part, broken, tmp_path):
-    def out_of_memory(*args, **kwargs):
-        raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB\nmore")
-
-    broken(out_of_memory)
-    part.cells = lambda: [_CELL, "forward model rope float32 eager"]  # type: ignore[method-assign]
-    file = PartFile(tmp_path / "rows.jsonl")
-    assert run(part, file, lambda: 60.0, "cpu")
-    assert file.rows[_CELL]["status"] == CRASHED
-    assert file.rows[_CELL]["reason"].startswith("RuntimeError: CUDA out of memory. Tried to allocate 7 GiB (test_gpu")
-    assert file.rows["forward model rope float32 eager"]["status"] == OK
-
-
 def test_a_wrong_row_is_in_the_table_and_in_the_exit_status(copied, monkeypatch):
     path = copied / "correctness.jsonl"
     wrong = {"cell": _CELL, "status": WRONG, "error": 0.5, "tolerance": 5e-5, "reason": "error 0.5, tolerance 5e-05"}
     PartFile(path).add(wrong)
-    monkeypatch.setattr(kit, "run_part", lambda *given: None)
+    monkeypatch.setattr(cells, "run_part", lambda *given: None)
     assert kit.main(["--smoke", "--output_dir", str(copied)]) == 1
     text = (copied / "table.md").read_text()
     assert f"- error 0.5, tolerance 5e-05 (`{_CELL}`)" in text
     assert text == format_kit(files(copied))
 
 
-# The worker.
+@dataclass(frozen=True)
+class Stub(Part):
+    """Its cells do what they are called."""
 
-
-def run(part, file, remaining, device) -> bool:
-    return worker.run_cells(part, part.cells(), file, remaining, device)
-
-
-class _Cells:
-    def __init__(self, **results) -> None:
-        self.results = results
+    def settings(self):
+        return {}
 
     def cells(self):
-        return list(self.results)
+        return ["one", "killed", "raises", "refused", "two"]
 
     def run(self, cell):
-        if isinstance(self.results[cell], BaseException):
-            raise self.results[cell]
-        return {"status": self.results[cell]}
+        if cell == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if cell == "raises":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB\nmore")
+        if cell == "refused":
+            raise UnsupportedError("not here")
+        return {"status": OK}
 
 
-def test_a_cell_that_is_out_of_time_has_no_row_and_is_the_last_one(tmp_path):
-    file = PartFile(tmp_path / "rows.jsonl")
-    assert run(_Cells(one=OK, two=OutOfTimeError(), three=OK), file, lambda: 1.0, "cpu")
-    assert list(file.rows) == ["one"]
-    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    assert [(line["cell"], line["status"]) for line in lines] == [("one", "started"), ("one", OK), ("two", "started")]
+@pytest.fixture
+def begun(tmp_path) -> PartFile:
+    file = PartFile(tmp_path / "stub.jsonl")
+    file.add({"machine": {}, "settings": {}, "cells": Stub("cpu", True).cells()})
+    return file
 
 
-def test_nothing_is_begun_when_the_time_is_up(tmp_path):
-    file = PartFile(tmp_path / "rows.jsonl")
-    file.add({"cell": "one", "status": OK})
-    assert run(_Cells(one=OK, two=OK), file, lambda: -1.0, "cpu")
-    assert list(file.rows) == ["one"]
+def test_what_crashes_costs_one_cell(begun):
+    cells.run_cells(Stub("cpu", True), begun, workers=2, seconds=600.0, cell_seconds=300.0)
+    assert {cell: row["status"] for cell, row in begun.rows.items()} == {
+        "one": OK, "killed": CRASHED, "raises": CRASHED, "refused": REFUSED, "two": OK,
+    }  # fmt: skip
+    assert begun.rows["killed"]["reason"] == "the process died"
+    assert begun.rows["raises"]["reason"].startswith("RuntimeError: CUDA out of memory. Tried to allocate 7 GiB (test")
+    assert PartFile(begun.path).rows == begun.rows
 
 
-def test_a_gpu_in_an_error_state_asks_for_another_process(monkeypatch, tmp_path):
+def test_nothing_is_begun_when_the_time_is_up(capsys):
+    assert cells.Block(Stub("cpu", True), ("one", "two"), end=time.time() - 1, seconds=60.0).run() == {}
+    assert cells.Block(Stub("cpu", True), ("one", "two"), end=math.inf, seconds=-1.0).run() == {}
+
+
+def test_a_gpu_in_an_error_state_gets_another_process(monkeypatch):
     def illegal(*shape, device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr("torch.ones", illegal)
-    file = PartFile(tmp_path / "rows.jsonl")
-    assert not run(_Cells(one=RuntimeError("CUDA error"), two=OK), file, lambda: 60.0, "cuda")
-    assert list(file.rows) == ["one"]
+    assert list(cells.Block(Stub("cuda", True), ("raises", "two"), math.inf, 60.0).run()) == ["raises"]
 
 
-# What is planned.
+def test_the_next_line_replaces_one_that_was_cut_off(tmp_path):
+    path = tmp_path / "launches.jsonl"
+    path.write_text('{"machine": {}, "cells": ["one", "two"]}\n{"cell": "one", "status": "ok"}\n{"cell": "tw')
+    file = PartFile(path)
+    assert file.left == ["two"]
+    file.add({"cell": "two", "status": "ok"})
+    assert PartFile(path).left == []
+
+
+@pytest.mark.parametrize("line", ["not JSON", "[]", '{"text": "a data set"}'])
+def test_a_file_with_something_else_is_refused(tmp_path, line):
+    path = tmp_path / "launches.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(BenchmarkError, match="cannot be read"):
+        PartFile(path)
+    assert path.read_text() == f"{line}\n"
 
 
 def test_every_scheme_is_checked_on_every_backend(monkeypatch):
     cases = plan(smoke=False)
+    assert Correctness("cuda", False).cells() == [" ".join(case) for case in cases]
     assert len(cases) == len(set(cases))
     assert all(Case(*" ".join(case).split(" ")) == case for case in cases)
     assert {case.check for case in cases} == set(CHECKS)
@@ -314,38 +306,3 @@ def test_every_scheme_is_checked_on_every_backend(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     flash = {case.dtype for case in plan(smoke=False) if case.backend == "flash_attention_2"}
     assert flash == {"bfloat16", "float16"}
-
-
-def test_a_full_run_measures_real_lengths_in_bfloat16(tmp_path):
-    price = Price("cuda", False, tmp_path)
-    assert price.settings()["dtype"] == "bfloat16"
-    assert price.settings()["smollm2"]["num_layers"] == 30
-    for length in (1024, 4096, 16384, 32768):
-        for cell in ("attention forward", "attention train", "smollm2 decode", "smollm2 decode_batch16"):
-            assert f"{cell} {length}" in price.cells()
-    study = Study("cuda", False, tmp_path)
-    assert study.settings()["hidden_size"] == 512
-    assert "causal-alibi-seed0" in study.cells()
-    assert any(cell.startswith("pytest tests/attention/") for cell in Correctness("cuda", False, tmp_path).cells())
-
-
-def test_a_training_stops_when_the_time_is_up_and_goes_on(tmp_path):
-    left = iter([1.0, -1.0])
-    stopped = Study("cpu", True, tmp_path, {}, lambda: next(left))
-    with pytest.raises(OutOfTimeError):
-        stopped.run("causal-rope-seed0")
-    row = Study("cpu", True, tmp_path).run("causal-rope-seed0")
-    assert row["status"] == OK
-    assert row["steps"] == row["curve"]["step"][-1] == 2
-
-
-def test_what_pytest_reports_is_a_row(tmp_path):
-    file, report = tmp_path / "test_it.py", tmp_path / "report.xml"
-    file.write_text("def test_a(): pass\ndef test_b(): assert 1 == 2")
-    words = ["pytest", str(file), "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), f"--junitxml={report}"]
-    status = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, check=False).returncode
-    counts = {"tests": 2, "failures": 1, "errors": 0, "skipped": 0}
-    assert read_report(report, status) == {"status": WRONG, "counts": counts, "reason": "test_b - assert 1 == 2"}
-    report.write_text('<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"/></testsuites>')
-    assert read_report(report, 0) == {"status": OK, "counts": {"tests": 3, "failures": 0, "errors": 0, "skipped": 1}}
-    assert read_report(report, 3) == {"status": CRASHED, "reason": "pytest ended with status 3"}

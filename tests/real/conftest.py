@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 
 def _packaged_models():
@@ -19,11 +18,6 @@ def _packaged_models():
 packaged_models = _packaged_models()
 
 
-@pytest.fixture(autouse=True)
-def _few_threads():
-    torch.set_num_threads(int(os.environ.get("HF_POSENC_TEST_THREADS", "1")))
-
-
 def _located(find):
     try:
         return find()
@@ -34,11 +28,6 @@ def _located(find):
 @pytest.fixture(scope="session")
 def minilm_folder():
     return _located(packaged_models.MINILM.locate)
-
-
-@pytest.fixture(scope="session")
-def splade_folder():
-    return _located(packaged_models.SPLADE_TINY.locate)
 
 
 @pytest.fixture(scope="session")

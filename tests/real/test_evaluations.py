@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc.metrics.language_modeling import text_losses
-from hf_posenc.metrics.quantization import quantization_test
-from hf_posenc.metrics.sensitivity import ENGLISH, sensitivity_test
 
 pytestmark = pytest.mark.assets
 
@@ -22,14 +20,9 @@ def speech():
     return (Path(spec.origin).parent / "data" / "speeches" / "2023-Biden-1.txt").read_text()
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_folder):
+def test_more_context_helps_smollm2_and_no_positions_do_not(smollm2_folder, speech):
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(smollm2_folder)
-
-
-def test_more_context_helps_smollm2_and_no_positions_do_not(smollm2, speech):
-    model, tokenizer = smollm2
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
     result = text_losses(
         model, tokenizer, [speech], [64, 256], ["native", "none"], max_windows=1, sliding_window=64, stride=32
     )
@@ -38,41 +31,3 @@ def test_more_context_helps_smollm2_and_no_positions_do_not(smollm2, speech):
     assert short - 0.1 > long
     assert long < result.value("native", "sliding_loss") < short
     assert result.value("none", "loss", length=256) > long + 1
-
-
-def test_splade_has_no_position_past_its_table_and_a_scheme_without_table_has(splade_folder, speech):
-    model = AutoModelForMaskedLM.from_pretrained(splade_folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(splade_folder)
-    result = text_losses(model, tokenizer, [speech], [128, 1024], ["native", "alibi"], max_windows=2)
-    assert not result.settings["causal"]
-    assert "512 positions" in result.record("native", "loss", length=1024).note
-    # Its head was fine-tuned for retrieval: it knows words by their frequency at best (5 to 9 nats, not 10.3 of 30522).
-    assert 5 < result.value("native", "loss", length=128) < 10
-    assert abs(result.value("alibi", "loss", length=1024) - result.value("alibi", "loss", length=128)) < 0.5
-
-
-def test_minilm_sees_a_set_without_positions(minilm_folder):
-    model = AutoModel.from_pretrained(minilm_folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder)
-    result = sensitivity_test(model, tokenizer, ["native", "none", "alibi"], gaps=(2, 16), offsets=(1,), context=12)
-    order = ("repeated", "word_role", "roles", "shuffled", "shuffled_block")
-    assert max(record.value for quantity in order for record in result.of("none", quantity)) <= 1e-5
-    assert result.value("native", "repeated", gap=2, layer=6) > 0.05
-    assert result.value("native", "word_role", layer=6) > 0.05
-    assert result.value("native", "shuffled") > 0.05
-    for scheme, noticed in (("native", lambda change: change > 1e-2), ("alibi", lambda change: change <= 1e-5)):
-        assert noticed(result.value(scheme, "shift", offset=1))
-        assert noticed(result.value(scheme, "left_padding"))
-    assert result.value("alibi", "repeated", gap=16, layer=6) > result.value("alibi", "repeated", gap=2, layer=6)
-
-
-def test_rounded_position_ids_cost_smollm2_its_quality_and_rounded_cosines_do_not(smollm2):
-    model, tokenizer = smollm2
-    variants = ["ids bfloat16", "encodings bfloat16"]
-    result = quantization_test(
-        model, tokenizer, [ENGLISH.passage], length=64, max_windows=1, positions=[4096], variants=variants
-    )
-    changes = {record.at["held in"]: record.value for record in result.of("native", "change")}
-    # Measured: +1.14 and +0.002 nats.
-    assert changes["ids bfloat16"] > 0.3
-    assert abs(changes["encodings bfloat16"]) < 0.02

@@ -56,13 +56,6 @@ def test_smollm2_runs_with_its_own_code(name: str, smollm2_folder: str, tmp_path
     assert differences["decode"] <= 5e-5
 
 
-@pytest.mark.parametrize("name", ["t5", "rope"])
-def test_minilm_runs_with_its_own_code(name: str, minilm_folder: str, tmp_path) -> None:
-    model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32)
-    report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "code", to="remote_code")
-    assert max(check.difference for check in report.checks) <= 1e-5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "rope"])
 def test_embeddings_of_minilm_in_onnxruntime(name: str, minilm_folder: str, tmp_path) -> None:

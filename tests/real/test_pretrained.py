@@ -161,24 +161,3 @@ class TestMiniLM:
         assert blind[3] @ blind[4] > 1 - 1e-5
         assert ((stock * blind).sum(-1) < 0.99).all()
         assert torch.equal(embed(minilm, tokenizer), stock)
-
-
-@pytest.mark.parametrize("scheme", ["alibi", ["native", "forget_gate"]], ids=str)
-def test_continuous_batching_continues_text_as_generate_does(smollm2, text, scheme):
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    prompts = [text[0, start : start + length].tolist() for start, length in ((0, 40), (100, 11), (300, 75))]
-    settings = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    torch.manual_seed(0)
-    with patched(smollm2, scheme):
-        expected = [
-            smollm2.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
-            for prompt in prompts
-        ]
-        results = smollm2.generate_batch(
-            prompts,
-            generation_config=settings,
-            continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
-            warmup=False,
-        )
-    assert [result.generated_tokens for result in results.values()] == expected

@@ -12,7 +12,6 @@ from docs.study import grid
 from docs.study.claims import LENGTH
 from docs.study.make_pages import FOLDER
 from docs.study.significance import holm
-from docs.study.table_numbers import NOT_RUN
 
 #: What each scheme has above RoPE at its best rate, the noise between seeds, and the verdict.
 CASES = {
@@ -70,12 +69,6 @@ def test_a_rate_with_which_a_training_diverged_is_not_chosen() -> None:
     broken = next(run for run in runs["reference_grid_2e-3"] if run["scheme"] == "rope")
     broken["status"] = "diverged"
     assert rows_of(grid.grid_table(runs))["rope"][1] == "diverged"
-
-
-def test_a_part_of_the_trainings_has_no_table() -> None:
-    runs = trainings()
-    runs["reference_grid_1e-3"].pop()
-    assert grid.grid_table(runs) == grid.grid_table({}) == NOT_RUN
 
 
 def test_the_settings_are_those_of_the_protocol() -> None:

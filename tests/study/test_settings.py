@@ -1,15 +1,12 @@
-"""The studies of docs/study/protocol.md: what they ask for is what the protocol says, and every scheme can be built."""
+"""The studies of docs/study/protocol.md: what they ask for is what the protocol says."""
 
 from __future__ import annotations
 
 import random
 import re
-import warnings
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from docs.study.claims import read_runs
 from hf_posenc import LocalGlobalConfig, NoneConfig, RopeConfig, patch_model
@@ -19,7 +16,6 @@ from training.study.corpus import study_tokenizer
 from training.study.models import new_model
 from training.study.rates import losses_by_rate, rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study
-from training.study.tasks import MASKED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL = (ROOT / "docs" / "study" / "protocol.md").read_text(encoding="utf-8")
@@ -33,6 +29,7 @@ def study_of(name: str, *words: str) -> StudySettings:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
     study = study_of(name)
+    assert study_cells(study)
     assert f"`docs/study/settings/{name}.yaml`" in PROTOCOL
     assert study.learning_rates == [1e-3, 2e-3, 4e-3, 8e-3]
     causal = name in ("reference", "reference_catalogue")
@@ -123,19 +120,3 @@ def test_the_encoder_decoders_are_those_of_the_protocol() -> None:
     assert "`docs/study/settings/reference_marian.yaml` |" in PROTOCOL
     assert study.rate_seed not in study.seeds
     assert all(cell.task.encoder_decoder for cell in study_cells(study))
-
-
-@pytest.mark.parametrize("name", [*NAMES, "reference_heal"])
-def test_every_scheme_of_the_study_can_be_placed(name: str) -> None:
-    study = study_of(name)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-    sizes = {**shape, "intermediate_size": 64, "max_position_embeddings": 1024}
-    for cell in study_cells(study):
-        if cell.config is not None and cell.seed == study.seeds[0] and cell.task.name == study.tasks[0]:
-            masked = cell.task.name == MASKED
-            stock = BertForMaskedLM(BertConfig(**sizes)) if masked else LlamaForCausalLM(LlamaConfig(**sizes))
-            with warnings.catch_warnings():
-                # Bases of rotations differ from those of the new model.
-                warnings.simplefilter("ignore")
-                patch_model(stock, cell.config)
-            stock(torch.arange(40).unsqueeze(0))

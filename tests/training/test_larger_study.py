@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from docs.study import python_source, train_tokenizer
 from tests.training.run_cases import study_runs, study_words
 from training import compare, search_spectrum
-from training.report.results import Task
 from training.study.cells import study_cells
 from training.study.models import new_model
 from training.study.settings import parse_study
@@ -71,22 +70,6 @@ def test_what_saves_nothing_on_the_way_does_not_promise_to_go_on(
     monkeypatch.setattr(program, function, interrupted)
     assert program.main(words) == 130
     assert "Interrupted. Nothing was saved." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("stated", "causal"),
-    [
-        ({"kind": "language_modeling", "objective": "masked"}, False),
-        ({"kind": "language_modeling", "objective": "causal"}, True),
-        ({"kind": "generalization"}, True),
-        ({"kind": "embedding"}, False),
-        ({"kind": "image_classification"}, False),
-        ({"kind": "generalization", "causal": False}, False),
-    ],
-)
-def test_results_of_earlier_versions_say_who_has_a_causal_mask(stated: dict[str, object], causal: bool) -> None:
-    sizes = {"model": "LlamaForCausalLM", "lengths": [8], "max_steps": 1, "batch_size": 1}
-    assert Task.model_validate(stated | sizes).causal_reader is causal
 
 
 def test_python_source_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

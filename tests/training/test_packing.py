@@ -14,7 +14,7 @@ from hf_posenc import patch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import patched
 from tests.models import tiny
-from training.data.blocking import Batches, check_reads, find_batches
+from training.data.blocking import Batches, find_batches
 from training.data.order import EpochOrder
 from training.data.text import PackedRows, RowMasking, TokenStream, tokenize
 from training.errors import SettingsError
@@ -207,26 +207,9 @@ def test_where_documents_cannot_be_kept_apart_the_run_is_refused(architecture: s
         find_batches(model, 24, ARCHITECTURES[architecture].causal, 50)
 
 
-def test_a_scheme_that_needs_one_document_per_row_is_refused() -> None:
-    with pytest.warns(UserWarning, match="length of the sequence"):
-        model = model_of(True, {"scheme": "normalized_integer", "direction": "random"})
-    with pytest.raises(SettingsError, match=r"position_ids restart.*--packing concatenate"):
-        find_batches(model, 12, True, VOCABULARY)
-
-
 def test_attention_without_effect_cannot_be_checked() -> None:
     model = model_of(True, None)
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     with pytest.raises(SettingsError, match="no effect yet"):
         find_batches(model, 12, True, VOCABULARY)
-
-
-def test_rows_that_a_model_cannot_read_or_learn_from_are_refused() -> None:
-    bert = model_of(False, None)
-    check_reads(bert, 64, False, VOCABULARY)
-    check_reads(model_of(True, None), 8, True, VOCABULARY)
-    with pytest.raises(SettingsError, match=r"cannot read a row of 65 tokens.*--block_size"):
-        check_reads(bert, 65, False, VOCABULARY)
-    with pytest.raises(SettingsError, match=r"sees the token to predict.*run_mlm"):
-        check_reads(bert, 8, True, VOCABULARY)

@@ -64,25 +64,3 @@ def test_the_positions_are_those_of_the_seed(texts: Path, tmp_path: Path) -> Non
     drawn.append(RowSkips(200, 2, 3)(places, 1, 6))
     assert len({tuple(positions.tolist()) for positions in drawn}) == 4
     assert torch.equal(drawn[0], RowSkips(200, 2, 3)(places, 1, 5))
-
-
-GPT2 = json.dumps({"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64})
-BLOOM = json.dumps({"hidden_size": 32, "n_layer": 1, "n_head": 2})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"scheme": "none"}, "Other position_ids change nothing in this LlamaForCausalLM: the scheme 'none'"),
-        ({"scheme": "cope"}, "the scheme 'cope' does not read them"),
-        ({"scheme": "learned", "scheme_options": '{"num_positions": 64}'}, "it has 64 positions. Give at most 64"),
-        ({"model_type": "gpt2", "config_overrides": GPT2}, "this GPT2LMHeadModel: it has 64 positions"),
-        ({"model_type": "bloom", "config_overrides": BLOOM}, "BloomForCausalLM takes no position_ids"),
-    ],
-)
-def test_a_model_that_could_not_learn_it_is_refused(
-    changes: dict[str, str], message: str, texts: Path, tmp_path: Path, capsys: Any
-) -> None:
-    assert run(words(texts, tmp_path / "out", **(POSE | {"packing": "concatenate"} | changes))) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

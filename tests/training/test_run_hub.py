@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +12,35 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM
 
 from tests.hub import Hub, Place, serving
-from tests.training.run_cases import environment, results, run, words
+from tests.hub_clients import Clients
+from tests.training.run_cases import results, run, words
 
-
-class Pushes:
-    """Runs in one other process, whose hub is a server on this machine: hubs are chosen when a process begins.
-
-    Args:
-        place: the address.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.run_one_by_one"],
-            env=environment() | {"HF_ENDPOINT": place.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_nothing"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(self, hub: Hub, arguments: list[str]) -> tuple[int, str]:
-        """A run while this hub is there. Returns its status and what it said."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.place.hub = hub
-        self.process.stdin.write(json.dumps(arguments) + "\n")
-        self.process.stdin.flush()
-        status, said = json.loads(self.process.stdout.readline())
-        return status, said
+Push = Callable[[Hub, list[str]], tuple[int, str]]
+PROGRAM = """
+import contextlib, io, json, sys
+from training import run_clm
+said = io.StringIO()
+with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    status = run_clm.main(sys.argv[1:])
+print(json.dumps([status, said.getvalue()]))
+"""
 
 
 @pytest.fixture(scope="module")
-def push() -> Iterator[Pushes]:
-    with serving(Place(Hub())) as place:
-        pushes = Pushes(place)
-        yield pushes
-        pushes.process.communicate(timeout=600)
+def push(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Push]:
+    """A run in another process while a hub is there. Returns its status and what it said."""
+    with serving(Place(Hub())) as place, Clients(place.url, tmp_path_factory.mktemp("home")) as clients:
+
+        def pushed(hub: Hub, arguments: list[str]) -> tuple[int, str]:
+            place.hub = hub
+            status, said = clients(PROGRAM, *arguments)
+            return status, said
+
+        yield pushed
 
 
 @pytest.mark.long
-def test_a_model_is_pushed_with_its_card(push: Pushes, texts: Path, tmp_path: Path) -> None:
+def test_a_model_is_pushed_with_its_card(push: Push, texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "alibi"
     hub = Hub()
     status, said = push(hub, words(texts, output, scheme="alibi", push_to_hub="true", save_steps=5))
@@ -80,7 +65,7 @@ def test_a_model_is_pushed_with_its_card(push: Pushes, texts: Path, tmp_path: Pa
 
 
 def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(
-    push: Pushes, texts: Path, tmp_path: Path, capsys: Any
+    push: Push, texts: Path, tmp_path: Path, capsys: Any
 ) -> None:
     base, output = tmp_path / "base", tmp_path / "tuned"
     assert run(words(texts, base, max_steps=1)) == 0
@@ -102,7 +87,7 @@ def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(
     assert AutoModelForCausalLM.from_pretrained(output).position_encoding.config.name == "kerple"
 
 
-def test_a_hub_that_refuses_leaves_the_model(push: Pushes, texts: Path, tmp_path: Path) -> None:
+def test_a_hub_that_refuses_leaves_the_model(push: Push, texts: Path, tmp_path: Path) -> None:
     """The model is a stock one, whose card is that of Trainer."""
     output = tmp_path / "out"
     arguments = words(texts, output, push_to_hub="true", max_steps=2, hub_strategy="end", save_steps=1)

@@ -14,6 +14,7 @@ from tests.training.run_cases import SIZES, run, trained_on, words, write_texts
 FROM_SCRATCH = {
     "model_name_or_path": None, "model_type": "bert", "config_overrides": json.dumps(SIZES), "tokenizer_name": "bytes",
 }  # fmt: skip
+FAR: dict[str, Any] = {"packing": "concatenate", "pose_length": 200}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown scheme": ({"scheme": "alibbi"}, "Unknown scheme 'alibbi'. Did you mean 'alibi'"),
     "unknown option": (
@@ -82,6 +83,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "masked tokens further apart": ({"pose_length": 64, "causal": False}, "is for causal language models"),
     "a teacher elsewhere": ({"pose_length": 64, "self_distill": "true"}, "that the teacher of --distill"),
     "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "is for causal language models"),
+    "far without positions": (
+        FAR | {"scheme": "none"}, "Other position_ids change nothing in this LlamaForCausalLM: the scheme 'none'",
+    ),
+    "far for what reads no ids": (FAR | {"scheme": "cope"}, "the scheme 'cope' does not read them"),
+    "far past a table": (
+        FAR | {"scheme": "learned", "scheme_options": '{"num_positions": 64}'}, "it has 64 positions. Give at most 64",
+    ),
+    "far past a stock table": (
+        FAR | {"model_type": "gpt2", "config_overrides": "n_embd=32,n_layer=1,n_head=2,n_positions=64"},
+        "this GPT2LMHeadModel: it has 64 positions",
+    ),
+    "far without ids": (
+        FAR | {"model_type": "bloom", "config_overrides": "hidden_size=32,n_layer=1,n_head=2"},
+        "BloomForCausalLM takes no position_ids",
+    ),
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 from huggingface_hub import ModelCard
@@ -12,7 +11,9 @@ from transformers import AutoModelForCausalLM
 from docs.study.outputs import copy_cards, main
 from hf_posenc import patch_model
 from tests.models import tiny
-from tests.training.study_results import LENGTHS, finished, row, study, three_seeds
+from tests.training.run_cases import REPOSITORY
+from tests.training.study_results import LENGTHS, finished, study, three_seeds
+from training.files import read_json
 from training.report.cards import study_cards
 from training.report.outputs import write_outputs
 from training.report.records import study_records
@@ -33,10 +34,13 @@ def with_models(results):
     return results
 
 
-def test_there_is_a_card_for_every_scheme_that_saved_a_model_and_no_other():
-    results = with_models(three_seeds())
-    saved = {(run["task"], run["scheme"]) for run in results["runs"] if run["status"] == "finished"}
-    assert set(cards(results)) == {f"tiny-{task}-{scheme}" for task, scheme in saved}
+def test_the_cards_of_the_repository_are_those_of_the_published_results(tmp_path):
+    copy_cards(check_results(read_json(REPOSITORY / "docs" / "results" / "findings" / "results.json")), tmp_path)
+    for card in tmp_path.iterdir():
+        committed = (REPOSITORY / "model_cards" / card.name).read_text(encoding="utf-8")
+        assert card.read_text(encoding="utf-8") == committed, (
+            "Run: python docs/study/outputs.py COPY --cards model_cards, with a copy of docs/results/findings"
+        )
     assert cards(three_seeds()) == {}
 
 
@@ -65,50 +69,6 @@ def test_the_hub_reads_every_result_back(tmp_path):
     copy_cards(check_results(other), tmp_path / "cards")
     index = (tmp_path / "cards" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in ("other-copy-rope", "tiny-masked-none"))
-
-
-def test_a_card_says_how_to_repeat_and_load_the_models_and_what_they_do_beside_the_control():
-    texts = cards(with_models(three_seeds()))
-    text = texts["tiny-causal-rope-500k"].text
-    for part in (
-        "python training/compare.py training/studies/tiny.yaml",
-        '"theta": 500000.0',
-        "seed 0, 1, 2",
-        "| trained parameters | 1,234 |",
-        "import hf_posenc  # before from_pretrained",
-        'LlamaForCausalLM.from_pretrained("models/causal-rope-500k-seed0")',
-        "`models/causal-rope-500k-seed2`",
-        "works of the United States government",
-        "1bd1c416b61b8f77",
-        "Careful.",
-        "`native` is the control.",
-        "- transformers 5.23.0",
-    ):
-        assert part in text
-    assert row(text, "rope-500k")[1:3] == ["3", "2.625 ± 0.311"]
-    assert row(text, "native")[1:3] == ["3", "2.625 ± 0.311"]
-    control = texts["tiny-causal-native"].text
-    assert "import hf_posenc" not in control
-    assert "These models are the control" in control
-
-
-def test_a_card_is_plain_markdown_without_leftovers():
-    longer = {"max_steps": 20, "train_length": 64, "learning_rate": 0.1}
-    healed = finished("causal", "p_rope", model="models/b", training=longer) | {"from": "rope-500k"}
-    results = with_models(three_seeds())
-    texts = cards(results | {"runs": [*results["runs"], healed]})
-    for card in texts.values():
-        assert not re.search(r"\{\{|\{%|None|\n\n\n", card.content)
-        for block in re.findall(r"(?:^\|.*\n)+", card.text, flags=re.M):
-            assert len({line.count("|") for line in block.splitlines()}) == 1
-    text = texts["tiny-causal-p_rope"].text
-    for line in (
-        "starts from | `rope-500k` of",
-        "| train_length | 64 |",
-        "| learning_rate | 0.1 |",
-        "| batch_size | 4 |",
-    ):
-        assert line in text
 
 
 def test_a_loss_that_is_no_number_is_no_result_and_other_text_has_an_unknown_licence():

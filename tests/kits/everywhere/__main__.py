@@ -6,7 +6,6 @@ import argparse
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import transformers
@@ -22,8 +21,6 @@ from tests.kits.everywhere.plan import Plan
 from tests.kits.everywhere.steps import Steps
 
 RECORDS = "results.json"
-#: Tokens of a prompt that is longer than SmolLM2 was trained for (8,192).
-BEYOND = 8600
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.kits.everywhere",
         description="Runs patched models in programs that do not know this package, and writes the numbers and a page.",
-        epilog="A run that was stopped goes on where it was stopped.",
+        epilog="Checkpoints and exports that exist are used again.",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/everywhere"),
@@ -41,14 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=Path, default=Path("outputs/everywhere_work"),
         help="models and exports, about 15 GB (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--long", action="store_true", help=f"also compare YaRN after {BEYOND:,} tokens, beyond the original length"
-    )
-    names = [variant.name for variant in Plan().decoders]
-    parser.add_argument(
-        "--decoders", nargs="+", choices=names, default=names, metavar="NAME",
-        help=f"without 'stock', nothing is timed (default: {', '.join(map(repr, names))})",
     )  # fmt: skip
     parser.add_argument("--page", action="store_true", help="write the page again from the records")
     options = parser.parse_args(words)
@@ -72,12 +61,8 @@ def write_page(records: Path) -> None:
 def _measure(options: argparse.Namespace, command: str) -> Result:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    plan = Plan()
-    if options.long:
-        plan = replace(plan, long=plan.long | {"yarn": (*plan.long["yarn"], BEYOND)})
-    plan = plan.only(options.decoders)
     steps = Steps(options.work.resolve(), describe_machine("cpu"))
-    result = measure(plan, steps, {"smollm2": smollm2(steps), "minilm": minilm()}, command)
+    result = measure(Plan(), steps, {"smollm2": smollm2(steps), "minilm": minilm()}, command)
     options.output.mkdir(parents=True, exist_ok=True)
     return result
 

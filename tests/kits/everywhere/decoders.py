@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from hf_posenc.export.gguf.run import decode, detokenize, tokenize
 from hf_posenc.report import Record
 from tests.kits.everywhere import in_transformers, text
 from tests.kits.everywhere.launch import run_script
-from tests.kits.everywhere.models import loaded, slug
+from tests.kits.everywhere.models import loaded
 from tests.kits.everywhere.plan import Plan, Variant
-from tests.kits.everywhere.steps import Steps, file_name
 
 #: The program that every other one is compared with, and the same model with the positions of the stock model.
 REFERENCE, CONTROL = "transformers with the plugin", "transformers, stock positions instead"
@@ -68,10 +66,6 @@ class Task:
         """Where the records of a program stand."""
         return {"program": program} if self.length is None else {"tokens": self.length, "program": program}
 
-    def step(self, kind: str, variant: Variant) -> str:
-        """The name of a step."""
-        return f"{kind}-{slug(variant)}" + ("" if self.length is None else f"-{self.length}")
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -88,30 +82,18 @@ class Reference:
     task: Task
 
 
-def reference(steps: Steps, source: Path, variant: Variant, task: Task) -> tuple[Reference, list[Record]]:
+def reference(source: Path, variant: Variant, task: Task) -> tuple[Reference, list[Record]]:
     """Runs the model in transformers.
 
     Returns:
         What it computes, and how far the stock positions are from it: the size of an error that would not go unseen.
     """
     given = dict(task.given)
-
-    def make(place: Path) -> None:
-        with loaded(source) as model:
-            arrays = in_transformers.predictions(model, given)
-            texts = in_transformers.greedy(model, AutoTokenizer.from_pretrained(source), given)
-            control = in_transformers.predictions(hf_posenc.unpatch_model(model), given) if variant.scheme else {}
-        place.mkdir()
-        of_control = {f"control_{name}": array for name, array in control.items()}
-        np.savez(place / "arrays.npz", allow_pickle=False, **arrays, **of_control)
-        (place / "found.json").write_text(json.dumps(texts))
-
-    settings = {"variant": asdict(variant), "task": given, "machine": steps.machine}
-    place = steps.folder(task.step("reference", variant), settings, make)
-    with np.load(place / "arrays.npz") as file:
-        arrays = dict(file)
-    control = {name.removeprefix("control_"): arrays.pop(name) for name in list(arrays) if name.startswith("control_")}
-    computed = Reference(arrays, json.loads((place / "found.json").read_text()), task)
+    with loaded(source) as model:
+        arrays = in_transformers.predictions(model, given)
+        texts = in_transformers.greedy(model, AutoTokenizer.from_pretrained(source), given)
+        control = in_transformers.predictions(hf_posenc.unpatch_model(model), given) if variant.scheme else {}
+    computed = Reference(arrays, texts, task)
     records = _texts(variant, REFERENCE, computed, computed.texts)
     if task.length is None:
         records = [*_predictions(variant, REFERENCE, computed, arrays)[1:], *records]
@@ -120,24 +102,19 @@ def reference(steps: Steps, source: Path, variant: Variant, task: Task) -> tuple
     return computed, records
 
 
-def run_everywhere(
-    steps: Steps, variant: Variant, places: Mapping[str, Path | None], expected: Reference
-) -> list[Record]:
+def run_everywhere(variant: Variant, places: Mapping[str, Path | None], expected: Reference) -> list[Record]:
     """Runs the exports of a variant.
 
     Args:
-        steps: the work so far.
         variant: which it is.
         places: the folders of its exports by format.
         expected: the model in transformers.
     """
     long = expected.task.length is not None
-    settings = {"variant": asdict(variant), "task": dict(expected.task.given)}
     records: list[Record] = []
     for program in _OF_LONG if long else [name for name in _EXPORTS if name != DEFAULT_CACHE]:
         if (place := places[_EXPORTS[program]]) is not None:
-            name = f"{expected.task.step('length' if long else 'text', variant)}-{file_name(program)}"
-            records += steps.measured(name, settings, partial(_run, program, place, variant, expected))
+            records += _run(program, place, variant, expected)
     return records
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from hf_posenc.report import Record
 from tests.kits.everywhere import text
 from tests.kits.everywhere.decoders import CONTROL, ONNX
 from tests.kits.everywhere.launch import run_script
-from tests.kits.everywhere.models import loaded, slug
+from tests.kits.everywhere.models import loaded
 from tests.kits.everywhere.plan import Plan, Variant
-from tests.kits.everywhere.steps import Steps
 
 
-def run_encoder(steps: Steps, source: Path, variant: Variant, onnx: Path, plan: Plan) -> list[Record]:
+def run_encoder(source: Path, variant: Variant, onnx: Path, plan: Plan) -> list[Record]:
     """Embeds passages of the speech, as one padded batch, in transformers and in onnxruntime."""
     tokens = text.tokens_of(AutoTokenizer.from_pretrained(source), text.speech())
     with loaded(source, decoder=False) as model:
@@ -29,23 +27,17 @@ def run_encoder(steps: Steps, source: Path, variant: Variant, onnx: Path, plan: 
     lengths = [length for length in plan.passages if length <= longest]
     starts = np.linspace(0, len(tokens) - max(lengths), len(lengths)).astype(int)
     passages = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-
-    def measure() -> list[Record]:
-        records: list[Record] = []
-        with loaded(source, decoder=False) as model:
-            expected = embeddings(model, passages)
-            if variant.scheme:
-                native = [passage for passage in passages if len(passage) <= model.config.max_position_embeddings]
-                stock = embeddings(hf_posenc.unpatch_model(model), native)
-                records += _records(
-                    variant, CONTROL, expected[[passage in native for passage in passages]], stock, native
-                )
-        for program, file in ONNX.items():
-            arrays, _ = run_script("in_onnxruntime.py", onnx / file, kind="embed", passages=passages)
-            records += _records(variant, program, expected, arrays["embeddings"], passages)
-        return records
-
-    return steps.measured(f"embeddings-{slug(variant)}", {"variant": asdict(variant), "passages": passages}, measure)
+    records: list[Record] = []
+    with loaded(source, decoder=False) as model:
+        expected = embeddings(model, passages)
+        if variant.scheme:
+            native = [passage for passage in passages if len(passage) <= model.config.max_position_embeddings]
+            stock = embeddings(hf_posenc.unpatch_model(model), native)
+            records += _records(variant, CONTROL, expected[[passage in native for passage in passages]], stock, native)
+    for program, file in ONNX.items():
+        arrays, _ = run_script("in_onnxruntime.py", onnx / file, kind="embed", passages=passages)
+        records += _records(variant, program, expected, arrays["embeddings"], passages)
+    return records
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from hf_posenc.report import Record, Result, Subject
 from tests.kits.everywhere import text
-from tests.kits.everywhere.chat import run_chat
 from tests.kits.everywhere.decoders import Task, reference, run_everywhere
 from tests.kits.everywhere.encoders import run_encoder
 from tests.kits.everywhere.exports import FORMATS, export
@@ -22,11 +21,11 @@ from tests.kits.everywhere.plan import Plan, Variant
 from tests.kits.everywhere.steps import Steps
 from tests.kits.everywhere.timings import run_timings
 
-_PACKAGES = ("torch", "transformers", "onnxruntime", "xllamacpp", "gguf", "openai")
+_PACKAGES = ("torch", "transformers", "onnxruntime", "xllamacpp", "gguf")
 
 
 def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -> Result:
-    """Runs every step that has no result yet.
+    """Makes the models and exports that are missing, and measures.
 
     Args:
         plan: what is measured.
@@ -40,8 +39,8 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
 
     def decode(variant: Variant, length: int | None = None) -> None:
         task = Task.of(plan, sources[variant.name], length)
-        expected, of_reference = reference(steps, sources[variant.name], variant, task)
-        records.extend(of_reference + run_everywhere(steps, variant, exports[variant.name], expected))
+        expected, of_reference = reference(sources[variant.name], variant, task)
+        records.extend(of_reference + run_everywhere(variant, exports[variant.name], expected))
 
     for variant in plan.decoders:
         source = sources[variant.name] = checkpoint(steps, bases["smollm2"], variant)
@@ -57,15 +56,12 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
                 place, record = export(steps, source, variant, name, decoder=False)
                 records.append(record)
                 if place is not None:
-                    records += run_encoder(steps, source, variant, place, plan)
+                    records += run_encoder(source, variant, place, plan)
     for name, lengths in plan.long.items():
         for length in lengths:
             decode(plan.decoder(name), length)
-    for name in plan.served:
-        records += run_chat(steps, sources[name], plan.decoder(name), plan)
-    if not plan.decoders[0].scheme:
-        tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
-        records += run_timings(steps, exports, tokens, plan)
+    tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
+    records += run_timings(exports, tokens, plan)
     return _result(plan, steps, records, command)
 
 

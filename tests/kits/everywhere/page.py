@@ -19,7 +19,6 @@ QUANTITIES = (
     Quantity("embedding_difference", "largest difference of a number"),
     Quantity("cosine", "smallest cosine"),
     Quantity("longest", "longest text, tokens", style="count"),
-    Quantity("chat", "same answer"),
     Quantity("reading_ms", "reading, ms per token"),
     Quantity("reading_ratio", "reading, over stock"),
     Quantity("writing_ms", "writing, ms per token"),
@@ -39,7 +38,7 @@ def _sections(result: Result) -> Iterator[str]:
     """The tables with what they need to be read. Those without a record are left out."""
     plan = result.settings["plan"]
     yield "## How each scheme is stored\n\n" + _carriers(result)
-    for section in (_text, _longer, _embeddings, _chats, _times):
+    for section in (_text, _longer, _embeddings, _times):
         quantities, rows, before, after = section(result, plan)
         longer = "tokens" in rows
         records = [
@@ -87,15 +86,6 @@ def _embeddings(result: Result, plan: Mapping[str, Any]) -> Section:
     return ("embedding_difference", "cosine", "longest"), ("program",), before, ()
 
 
-def _chats(result: Result, plan: Mapping[str, Any]) -> Section:
-    before = (
-        "## A chat over HTTP",
-        f"`hf-posenc serve` and openai's client, streaming answers of at most {plan['chat_tokens']} tokens, beside "
-        "`generate`.",
-    )
-    return ("chat",), (), before, (_answers(result),)
-
-
 def _times(result: Result, plan: Mapping[str, Any]) -> Section:
     before = (
         "## Time per token",
@@ -132,15 +122,6 @@ def _greedy_texts(result: Result) -> str:
         for record in result.of(quantity="greedy")
     ]
     return markdown_table(("scheme", "program", "text"), rows)
-
-
-def _answers(result: Result) -> str:
-    rows = [
-        (record.subject, question, _line(answer))
-        for record in result.of(quantity="chat")
-        for question, answer in zip(record.details["questions"], record.details["answers"], strict=True)
-    ]
-    return markdown_table(("scheme", "question", "streamed answer"), rows)
 
 
 def _line(text: str) -> str:

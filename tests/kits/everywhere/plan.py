@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 _YARN = {"theta": 100_000.0, "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 8192}}
@@ -31,7 +31,7 @@ class Plan:
     """The models and the sizes.
 
     Args:
-        decoders: variants of SmolLM2-135M. Exports are timed beside that of the stock model, if it is the first.
+        decoders: variants of SmolLM2-135M, the stock model first. Exports are timed beside its own.
         encoders: variants of MiniLM.
         windows: pieces of text on which next tokens are predicted.
         prompt: tokens of a piece that are read at once.
@@ -41,8 +41,6 @@ class Plan:
         passages: texts that are embedded.
         long: the lengths of longer prompts by variant.
         long_places: predictions after a longer prompt.
-        served: variants that answer over HTTP.
-        chat_tokens: length of an answer.
         timed_prompt: tokens that are read in a timing.
         timed_steps: tokens that are written in a timing.
         rounds: of timings.
@@ -66,24 +64,14 @@ class Plan:
         "In the middle of the winter, the farmers of the valley",
     )
     passages: tuple[int, ...] = (8, 30, 60, 120, 250, 500, 700)
+    # SmolLM2 was trained for 8,192 tokens.
     long: dict[str, tuple[int, ...]] = field(
-        default_factory=lambda: {"stock": (2048,), "yarn": (2048,), "alibi, healed": (2048,)}
+        default_factory=lambda: {"stock": (2048,), "yarn": (2048, 8600), "alibi, healed": (2048,)}
     )
     long_places: int = 8
-    served: tuple[str, ...] = ("yarn", "alibi, healed")
-    chat_tokens: int = 32
     timed_prompt: int = 128
     timed_steps: int = 24
     rounds: int = 5
-
-    def only(self, names: Sequence[str]) -> Plan:
-        """The plan with these decoders alone."""
-        return replace(
-            self,
-            decoders=tuple(variant for variant in self.decoders if variant.name in names),
-            long={name: lengths for name, lengths in self.long.items() if name in names},
-            served=tuple(name for name in self.served if name in names),
-        )
 
     def decoder(self, name: str) -> Variant:
         """The variant of SmolLM2 of this name."""

@@ -1,4 +1,4 @@
-"""Steps that are skipped when their results exist."""
+"""Folders that are made once: checkpoints and exports, which take most of the time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from hf_posenc.report import Record
 
 _MADE = "made.json"
 
 
 class Steps:
-    """Folders and measurements below one folder.
+    """Folders below one folder.
 
     Args:
         root: the folder.
-        machine: of `describe_machine`. What another machine or other code has measured is measured again.
+        machine: of `describe_machine`.
     """
 
     def __init__(self, root: Path, machine: Mapping[str, Any]) -> None:
@@ -40,7 +37,10 @@ class Steps:
         if _read(place / _MADE).get("settings") != wanted:
             shutil.rmtree(place, ignore_errors=True)
             place.parent.mkdir(parents=True, exist_ok=True)
-            seconds = _timed(name, lambda: make(place))
+            started = time.monotonic()
+            make(place)
+            seconds = time.monotonic() - started
+            print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
             # Written last, so that an interrupted step starts again.
             (place / _MADE).write_text(json.dumps({"settings": wanted, "seconds": seconds}))
         return place
@@ -48,24 +48,6 @@ class Steps:
     def seconds(self, place: Path) -> float:
         """How long it took to make a folder."""
         return float(_read(place / _MADE)["seconds"])
-
-    def measured(self, name: str, settings: Mapping[str, Any], measure: Callable[[], Sequence[Record]]) -> list[Record]:
-        """The records of a measurement, measured if there are none or if they are of elsewhere.
-
-        Args:
-            name: of the measurement.
-            settings: everything that it depends on beside the machine. JSON-ready.
-            measure: measures.
-        """
-        path = self.root / "measured" / f"{name}.json"
-        wanted = json.loads(json.dumps({"machine": self.machine, **settings}))
-        if _read(path).get("settings") != wanted:
-            records: list[Record] = []
-            seconds = _timed(name, lambda: records.extend(measure()))
-            content = {"settings": wanted, "seconds": seconds, "records": [asdict(record) for record in records]}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, allow_nan=False))
-        return [Record(**record) for record in _read(path)["records"]]
 
 
 def file_name(words: str) -> str:
@@ -76,11 +58,3 @@ def file_name(words: str) -> str:
 def _read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return content
-
-
-def _timed(name: str, work: Callable[[], None]) -> float:
-    started = time.monotonic()
-    work()
-    seconds = time.monotonic() - started
-    print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
-    return seconds

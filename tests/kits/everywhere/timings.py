@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from benchmarks.llama_cpp import PHASES, measure, timed
@@ -13,19 +11,15 @@ from benchmarks.timing import quartiles
 from hf_posenc.report import Record
 from tests.kits.everywhere.launch import run_script
 from tests.kits.everywhere.plan import Plan
-from tests.kits.everywhere.steps import Steps, file_name
 
 #: Runs an export on a prompt, and returns its times by phase.
 Run = Callable[[Path, Sequence[int], int], dict[str, float]]
 
 
-def run_timings(
-    steps: Steps, exports: Mapping[str, Mapping[str, Path | None]], tokens: Sequence[int], plan: Plan
-) -> list[Record]:
+def run_timings(exports: Mapping[str, Mapping[str, Path | None]], tokens: Sequence[int], plan: Plan) -> list[Record]:
     """Times every export that exists.
 
     Args:
-        steps: the work so far.
         exports: folders by variant and format. The first variant is what the others are divided by.
         tokens: of a text.
         plan: the sizes.
@@ -36,13 +30,10 @@ def run_timings(
         "onnxruntime": ("onnx", _onnx),
     }
     prompt = list(tokens[: plan.timed_prompt])
-    sizes = [plan.timed_prompt, plan.timed_steps, plan.rounds]
-    settings = {"variants": [asdict(variant) for variant in plan.decoders], "sizes": sizes}
     records: list[Record] = []
     for program, (form, run) in programs.items():
         folders = {name: place for name, by_format in exports.items() if (place := by_format[form]) is not None}
-        name = f"time-{file_name(program)}"
-        records += steps.measured(name, settings, partial(_compared, program, run, folders, prompt, plan))
+        records += _compared(program, run, folders, prompt, plan)
     return records
 
 

@@ -1,4 +1,4 @@
-"""Part (a): every scheme on the device is what it is on the CPU in float64.
+"""The first part: every scheme on the device is what it is on the CPU in float64.
 
 A result is accepted if its error is below the tolerance of its dtype, or below `_FACTOR` times the error of the CPU in
 the same dtype: another order of sums rounds differently, but not more. Beside the error stands the effect: how far the
@@ -18,11 +18,10 @@ import torch
 
 from benchmarks.subjects import STOCK
 from hf_posenc import get_scheme, list_schemes
+from tests.kits.gpu.cells import Part
 from tests.kits.gpu.checks import CHECKS, NEED_A_CACHE, Bench, SkippedError, largest_error
 from tests.kits.gpu.models import DECODER, ENCODER, build, tokens
 from tests.kits.gpu.rows import CANNOT_TELL, OK, SKIPPED, WRONG, Row
-from tests.kits.gpu.suites import run_suite, suites
-from tests.kits.gpu.worker import Part
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Of the largest error of a token, relative: some thirty roundings of two tiny layers. The CPU has 3e-6, 0.04 and 0.005
@@ -114,13 +113,11 @@ class Correctness(Part):
         return {"lengths": self._lengths, "tolerances": TOLERANCES, "factor": _FACTOR}
 
     def cells(self) -> list[str]:
-        """The checks, and behind them the test suites; none in a smoke run, on whose device they run anyway."""
-        return [*(" ".join(case) for case in plan(self.smoke)), *([] if self.smoke else suites())]
+        """The words of each case."""
+        return [" ".join(case) for case in plan(self.smoke)]
 
     def run(self, cell: str) -> Row:
-        """One check, or the tests of one file."""
-        if cell.startswith("pytest "):
-            return run_suite(cell, self.device)
+        """One check."""
         case = Case(*cell.split(" "))
         if self.device == "cpu" and case.check == "gradients" and case.backend == _FLEX:
             return {"status": SKIPPED, "reason": "FlexAttention has no backward pass on a CPU"}

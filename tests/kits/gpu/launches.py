@@ -1,4 +1,4 @@
-"""Part (b): how many kernels a scheme launches, which of them compute attention, and where it waits for the device.
+"""The second part: how many kernels a scheme launches, which compute attention, and where it waits for the device.
 
 All are counted, not timed, so the load of the machine does not matter. A wait is what
 `torch.cuda.set_sync_debug_mode` reports: the host reads a value that the device has to compute first. The models are in
@@ -21,9 +21,9 @@ from transformers import DynamicCache
 import hf_posenc
 from benchmarks.subjects import STOCK
 from hf_posenc import get_scheme, list_schemes
+from tests.kits.gpu.cells import Part
 from tests.kits.gpu.models import DECODER, ENCODER, build, tokens
 from tests.kits.gpu.rows import OK, WRONG, Row
-from tests.kits.gpu.worker import Part
 
 #: What is counted, for a decoder and for an encoder.
 _PHASES = {DECODER: ("forward", "padded", "train", "token"), ENCODER: ("forward", "padded", "train")}
@@ -40,7 +40,7 @@ _LIBRARY = Path(hf_posenc.__file__).parent
 
 
 class Launches(Part):
-    """The second part of the kit."""
+    """Kernels and waits of every scheme, beside those of the stock model."""
 
     @property
     def _length(self) -> int:

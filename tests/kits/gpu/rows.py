@@ -1,7 +1,7 @@
 """What came out of a part: a file of JSON lines, each written at once. Needs nothing but the standard library.
 
-A line with `machine` and `settings` begins every run of a part. Every cell has a line when it starts, and another one,
-its row, when it has ended. The last row of a cell counts. Several workers may write to one file.
+A line with `machine` and `settings` begins every run of a part. Every other line is the row of a cell, and the last row
+of a cell counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from benchmarks.errors import BenchmarkError
 #: not the library's own refusal. A check that would not notice a missing scheme cannot tell.
 OK, WRONG, REFUSED, CRASHED, SKIPPED, CANNOT_TELL = "ok", "WRONG", "refused", "crashed", "skipped", "cannot tell"
 STATUSES = (WRONG, CRASHED, REFUSED, SKIPPED, CANNOT_TELL, OK)
-#: Status of a line that is no row yet.
-STARTED = "started"
 
 Row = dict[str, Any]
 
@@ -27,26 +25,22 @@ class PartFile:
 
     Args:
         path: of the file, which is read if it exists.
-        worker: whose lines are added here, from 0.
 
     Raises:
         BenchmarkError: if the file cannot be read.
     """
 
-    def __init__(self, path: Path, worker: int = 0) -> None:
-        self.path, self.worker = path, worker
+    def __init__(self, path: Path) -> None:
+        self.path = path
         #: What each run of the part began with.
         self.headers: list[dict[str, Any]] = []
         #: By cell.
         self.rows: dict[str, Row] = {}
-        #: The last line of this worker.
-        self.last: dict[str, Any] = {}
         content = path.read_bytes() if path.exists() else b""
         # A line without an end was cut off when the machine went down. The first line that is added takes its place.
-        whole = content.rfind(b"\n") + 1
-        self._cut_off_at = whole if whole < len(content) else None
+        self._whole = content.rfind(b"\n") + 1
         try:
-            for line in content[:whole].splitlines():
+            for line in content[: self._whole].splitlines():
                 self._keep(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchmarkError(
@@ -56,32 +50,27 @@ class PartFile:
 
     @property
     def left(self) -> list[str]:
-        """The cells that have not ended."""
+        """The cells that have no row."""
         return [cell for cell in self.headers[-1]["cells"] if cell not in self.rows] if self.headers else []
 
     def add(self, line: dict[str, Any]) -> None:
         """Writes a line."""
-        text = json.dumps(line | {"worker": self.worker}, allow_nan=False)
-        # Unbuffered, so that a line stays whole beside those of other workers.
-        with self.path.open("ab", buffering=0) as file:
-            if self._cut_off_at is not None and self.worker == 0:
-                file.truncate(self._cut_off_at)
-                self._cut_off_at = None
-            file.write(f"{text}\n".encode())
+        text = json.dumps(line, allow_nan=False)
+        with self.path.open("ab") as file:
+            file.truncate(self._whole)
+            self._whole += file.write(f"{text}\n".encode())
         # As it will be read.
         self._keep(json.loads(text))
 
     def clear(self) -> None:
         """Forgets everything, and removes the file."""
         self.path.unlink(missing_ok=True)
-        self._cut_off_at = None
+        self._whole = 0
         self.headers.clear()
         self.rows.clear()
 
     def _keep(self, line: dict[str, Any]) -> None:
-        if line.get("worker", 0) == self.worker:
-            self.last = line
         if "machine" in line:
             self.headers.append(line)
-        elif line["status"] != STARTED:
+        else:
             self.rows[line["cell"]] = line

@@ -1,4 +1,4 @@
-"""`table.md` of the kit: the machine, what is wrong, what is refused, the price, and the study."""
+"""`table.md` of the kit: the machine, what is wrong, what is refused, and the launches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from benchmarks.machine import machine_line, subnormal_line
 from benchmarks.subjects import STOCK
-from benchmarks.table import figure_tables
 from hf_posenc.report.tables import format_table
 from tests.kits.gpu.rows import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, STATUSES, WRONG, PartFile, Row
 
@@ -30,7 +29,7 @@ def format_kit(files: Mapping[str, PartFile]) -> str:
         files: of the parts that were run.
     """
     sections = ["# hf_posenc on this machine"]
-    tables = {"correctness": _correctness, "launches": _launches, "price": _price, "study": _study}
+    tables = {"correctness": _correctness, "launches": _launches}
     for part, file in files.items():
         header = file.headers[-1]
         commands = "\n".join(dict.fromkeys(run["command"] for run in file.headers))
@@ -107,46 +106,6 @@ def _more(row: Row, stock: Row) -> str:
 def _attention(row: Row) -> str:
     """The kernels of attention, by name."""
     return " and ".join(sorted(row["attention"])) or "none"
-
-
-def _price(file: PartFile) -> list[str]:
-    settings = file.headers[-1]["settings"]
-    measured = {cell: row for cell, row in file.rows.items() if row["status"] == OK}
-    # The targets are those of a GPU wherever the kit was run.
-    tables = figure_tables({"settings": settings | {"device": "cuda"}, "cells": measured, "memory": {}})
-    explained = (
-        f"{settings['dtype']}. Time over that of the same model with no position at all (`bare`), as in "
-        "[what position costs](../../explanation/performance.md). The attention backend follows an `@`; without one it "
-        "is sdpa. Called from Python, without CUDA graphs: where a model is small, that is part of the time."
-    )
-    return [explained, *(table.replace("## ", "### ", 1) for table in tables)]
-
-
-def _study(file: PartFile) -> list[str]:
-    rows = [row for row in file.rows.values() if row["status"] == OK]
-    sections = ["`tests/kits/gpu/study.yaml`, on the pages and code of this repository, as bytes."]
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        kind, name = ("by_length", "loss") if "by_length" in of_task[0] else ("exact_match", "accuracy")
-        head = (
-            "scheme",
-            "seed",
-            *(f"{name} at {length}" for length in of_task[0]["lengths"]),
-            "ms per step",
-            "parameters",
-        )
-        lines = [
-            (
-                row["scheme"],
-                str(row["seed"]),
-                *("-" if value is None else f"{value:.3f}" for value in row[kind][name]),
-                f"{row['milliseconds_per_step']:.1f}",
-                f"{row['parameters']:,}",
-            )
-            for row in of_task
-        ]
-        sections += [f"### {task}", format_table(head, lines, form="markdown")]
-    return sections
 
 
 def _reasons(rows: Mapping[str, Row], status: str) -> str:

@@ -1,1 +1,1 @@
-"""The test suites of transformers and PEFT, run on patched models. See `run.py`."""
+"""The test suites of transformers and PEFT, run on patched models. See `__main__.py`."""
