@@ -7,9 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.forms import BiasForm, DistanceForm, SeparableForm
 from hf_posenc.attention.fused_attention import fused_attention
+
+
+def attended(
+    form: BiasForm, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """What a layer with sdpa computes, `(batch, query_len, heads, width)`."""
+    module = nn.Module()
+    module.num_key_value_groups = query.shape[1] // key.shape[1]
+    heads = (query, key, value)
+    output: Tensor = attend_with_bias("sdpa", sdpa_attention_forward, form, module, *heads, mask, **options)[0]
+    return output
 
 
 def distance_attention(

@@ -237,31 +237,33 @@ def with_flash(label: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("label", ["alibi-0", "forget_gate-0"])
-def test_a_flash_kernel_gets_a_separable_bias_in_its_heads(label: str) -> None:
-    wanted = patched("llama_gqa", BIASED[label], attn_implementation="sdpa")(tokens(length=LENGTH)).logits
-    with torch.no_grad():
-        found = with_flash(label)(tokens(length=LENGTH)).logits
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
 RISING = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 40, 41, 42, 43, 44, 45])
 RESTARTING = torch.cat((torch.arange(8), torch.arange(LENGTH - 8)))
 
 
-@pytest.mark.parametrize("kind", ["rising", "restarting in two rows", "backwards"])
+@pytest.mark.parametrize(
+    ("label", "positions", "in_order"),
+    [
+        ("alibi-0", None, True),
+        ("forget_gate-0", None, True),
+        ("alibi-0", RISING, True),
+        ("alibi-0", RESTARTING, False),
+        ("alibi-0", RISING.flip(0), False),
+    ],
+)
 @torch.no_grad()
-def test_a_flash_kernel_gets_positions_in_order_only(kind: str) -> None:
+def test_a_flash_kernel_gets_a_separable_bias_in_its_heads_where_positions_rise(
+    label: str, positions: Tensor | None, in_order: bool
+) -> None:
     """A number per key is a distance where no key in front of a query has a later position."""
-    ids = tokens(length=LENGTH)
-    positions = {"rising": RISING, "restarting in two rows": RESTARTING, "backwards": RISING.flip(0)}[kind]
-    given = {"position_ids": positions.expand(2, -1), "use_cache": True}
-    if kind == "rising":
-        wanted = patched("llama_gqa", BIASED["alibi-0"], attn_implementation="sdpa")(ids, **given).logits
-        torch.testing.assert_close(with_flash("alibi-0")(ids, **given).logits, wanted, atol=1e-4, rtol=1e-4)
+    given = {} if positions is None else {"position_ids": positions.expand(2, -1), "use_cache": True}
+    if in_order:
+        plain = patched("llama_gqa", BIASED[label], attn_implementation="sdpa")
+        found, wanted = (model(tokens(length=LENGTH), **given).logits for model in (with_flash(label), plain))
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
         return
     with pytest.raises(UnsupportedError, match="set_attn_implementation"):
-        with_flash("alibi-0")(ids, **given)
+        with_flash(label)(tokens(length=LENGTH), **given)
 
 
 @torch.no_grad()

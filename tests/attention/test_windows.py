@@ -249,19 +249,13 @@ def test_the_gradient_of_a_query_reads_long_keys_that_are_far() -> None:
     assert float(error[..., 1:].max()) <= 1e-3
 
 
-def test_a_bias_that_does_not_decay_has_no_windows() -> None:
-    query, key, value = inputs()
+def test_a_bias_that_does_not_decay_and_an_additive_mask_have_no_windows() -> None:
+    """The mask may raise what is far away."""
     flat = torch.randn(HEADS, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(5))
-    call = call_of(query, key, value, None, SCALING, True)
+    call = call_of(*inputs(), None, SCALING, True)
     assert windows_of(call, flat, None) is None
     assert windows_of(call, None, flat[None, :, :LENGTH]) is None
-
-
-def test_an_additive_mask_has_no_windows() -> None:
-    """It may raise what is far away."""
-    query, key, value = inputs()
-    mask = torch.zeros(1, 1, LENGTH, LENGTH)
-    assert call_of(query, key, value, mask, SCALING, False) is None
+    assert call_of(*inputs(), torch.zeros(1, 1, LENGTH, LENGTH), SCALING, False) is None
 
 
 def test_a_padding_query_behind_a_cutoff_has_no_gradient() -> None:
