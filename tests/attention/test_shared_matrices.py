@@ -13,27 +13,19 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
-from hf_posenc.attention import block_attention, blockwise
+from hf_posenc.attention import blockwise
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import DistanceForm, RowsForm
 from hf_posenc.patching.call.forward_state import ForwardState
 from tests.matrix.running import patched, tokens
 
 from .block_sizes import set_sizes
-from .fused import attended
+from .fused import attended, masks_of_kernels
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The masks that reach the kernel."""
-    seen: list[Tensor] = []
-
-    def heard(*heads: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        seen.append(attn_mask)
-        return scaled_dot_product_attention(*heads, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(block_attention, "scaled_dot_product_attention", heard)
-    return seen
+    return masks_of_kernels(monkeypatch)
 
 
 def attend(form: RowsForm, length: int = 6) -> Tensor:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
 from hf_posenc.recipes import swap_scheme
-from tests.distributed.processes import full, largest
+from tests.distributed.processes import full, largest, resaved
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
@@ -155,24 +154,6 @@ def placed(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
     return result
 
 
-def saved(scheme: Any, folder: Path) -> dict[str, Any]:
-    """A patched checkpoint that two processes load and save again."""
-    first = dist.get_rank() == 0
-    whole = patched("llama_gqa", scheme)
-    if first:
-        whole.save_pretrained(folder / "one")
-    dist.barrier()
-    split = loaded(folder / "one")
-    result = {"forward": distance(logits(split), logits(whole))}
-    split.save_pretrained(folder / "two", is_main_process=first)
-    dist.barrier()
-    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
-    result["files"] = float(one.keys() != two.keys() or any(not torch.equal(one[name], two[name]) for name in one))
-    again = AutoModelForCausalLM.from_pretrained(folder / "two").eval()
-    result["again"] = distance(logits(again), logits(whole))
-    return result
-
-
 def stock(name: str) -> Any:
     """A stock model of one build."""
     if name not in BUILDS:
@@ -290,7 +271,7 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
             if everything or (case == f"{name}-0" and name in CUT):
                 found["placed"][f"{heads} {case}"] = placed(split, whole, config)
     for name in CUT if everything else SAVED:
-        found["saved"][name] = saved(CUT[name], folder / f"saved-{name}")
+        found["saved"][name] = resaved(patched("llama_gqa", CUT[name]), folder / f"saved-{name}", **TENSORS)
     for name, (heads, plan) in PLANS.items():
         planned = PLANNED if everything else QUICK_PLANNED
         found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, planned)

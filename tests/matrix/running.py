@@ -44,6 +44,14 @@ def strengthen(model: Any) -> None:
                 parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
 
 
+def drawn(model: Any, std: float = 1.0) -> Any:
+    """The model, with random numbers for everything that its scheme learns."""
+    with torch.no_grad():
+        for parameter in model.position_encoding.parameters():
+            parameter.normal_(std=std)
+    return model
+
+
 def outputs(model: Any, row: ArchitectureRow, input_ids: Tensor, **kwargs: Any) -> Tensor:
     """Logits, or hidden states of a model without a head: `(batch, length, width)`."""
     if row.encoder_decoder:

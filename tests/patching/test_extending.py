@@ -44,6 +44,10 @@ def llama(**options: Any) -> PreTrainedModel:
     return tiny("LlamaForCausalLM", max_position_embeddings=64, **options).eval()
 
 
+def whisper() -> PreTrainedModel:
+    return tiny_model(pair_named("audio-text-whisper"))
+
+
 def ids(length: int) -> torch.Tensor:
     return torch.arange(length).unsqueeze(0) % 32
 
@@ -231,6 +235,16 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
         (lambda: tiny("BertModel"), {}, UnsupportedError, "swap_scheme"),
         (lambda: tiny("GPT2LMHeadModel"), {"method": None}, UnsupportedError, "patch_model.*swap_scheme"),
         (lambda: tiny("ViTModel"), {"method": None}, UnsupportedError, "reads images"),
+        (whisper, {"method": None, "part": "audio"}, UnsupportedError, "part='audio'.* parts 'audio', 'text'"),
+        (whisper, {"method": None}, UnsupportedError, "part='text'.* parts 'audio', 'text'"),
+        (whisper, {"method": None, "part": "vision"}, UnknownNameError, "Known: audio, text"),
+        *(
+            (lambda: patch_model(whisper(), "rope", part="text"), {"method": None, "part": part}, error, message)
+            for part, error, message in (
+                ("audio", UnsupportedError, "change a rotation"),
+                ("sound", UnknownNameError, "audio"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_extended_is_refused_and_nothing_changes(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.recipes import begin_blend, swap_scheme
+from hf_posenc.recipes import begin_blend
 from hf_posenc.schemes import refusals
 from hf_posenc.schemes.needs import Environment, Need
 from tests.architectures.inputs import inputs_for
@@ -254,11 +254,3 @@ def test_a_scheme_is_refused_as_the_table_says_or_computed(scheme: str, name: st
         return
     found, expected = trial.run(scheme)
     assert torch.equal(found, expected) if trial.exact else distance(found, expected) <= CLOSE
-
-
-def test_the_swap_that_is_refused_changes_nothing() -> None:
-    model = with_scheme(tiny("LlamaForCausalLM"), "alibi")
-    before = logits(model)
-    with pytest.raises(UnsupportedError, match="A gradual swap cannot run"):
-        swap_scheme(model, "pope", gradual=True)
-    assert torch.equal(logits(model), before)

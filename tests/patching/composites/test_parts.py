@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from hf_posenc import PartsConfig, extend_context, inspect_model, patch_model, unpatch_model
+from tests.matrix.running import drawn
 
 from .models import COMPOSITES
-from .test_text_part import _stir, logits
+from .test_text_part import logits
 
 LLAVA = COMPOSITES["llava"]
 
@@ -21,8 +22,7 @@ def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first(tmp_path
     model = LLAVA.model()
     prompt = LLAVA.prompt()
     stock = logits(LLAVA, model, **prompt)
-    patch_model(model, "t5")
-    _stir(model)
+    drawn(patch_model(model, "t5"))
     trained = {name: value.clone() for name, value in model.position_encoding.state_dict().items() if value.dim()}
     with_text = logits(LLAVA, model, **prompt)
     patch_model(model, "none", part="vision")
