@@ -26,14 +26,17 @@ def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
 def patched(name: str, scheme: Any, **overrides: Any) -> Any:
     """A fresh model of one row, patched; `None` leaves it stock."""
     model = ARCHITECTURES[name].build(**overrides)
-    if scheme is None:
-        return spread(model)
+    return spread(model if scheme is None else placed(model, scheme))
+
+
+def placed(model: Any, scheme: Any, **options: Any) -> Any:
+    """The model with a scheme, whose parameters are drawn from the same seed in each call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.manual_seed(7)
-        patch_model(model, scheme)
+        patch_model(model, scheme, **options)
     strengthen(model)
-    return spread(model)
+    return model
 
 
 def strengthen(model: Any) -> None:

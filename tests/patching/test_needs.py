@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
-from hf_posenc import UnsupportedError, patch_model
+from hf_posenc import UnsupportedError
 from hf_posenc.recipes import begin_blend
 from hf_posenc.schemes import refusals
 from hf_posenc.schemes.needs import Environment, Need
@@ -24,7 +23,7 @@ from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.kits.decoding import decoded
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.matrix.running import distance, patched, placed, tokens
 from tests.matrix.test_behaviour import CLOSE, SCHEMES
 from tests.models import tiny
 from tests.patching.test_continuous_batching import alone, batched, prompts
@@ -57,12 +56,7 @@ NEEDS = needs_of_schemes()
 
 
 def with_scheme(model: Any, scheme: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.manual_seed(7)
-        patch_model(model.eval(), (SCHEMES | OTHERS)[scheme])
-    strengthen(model)
-    return model
+    return placed(model.eval(), (SCHEMES | OTHERS)[scheme])
 
 
 def logits(model: Any, ids: Tensor = IDS, **inputs: Any) -> Tensor:
