@@ -68,13 +68,14 @@ def test_a_config_of_parts_places_them_together() -> None:
         patch_model(other, PartsConfig(names=("text",), schemes=("none",)), part="text")
 
 
-def test_the_inspection_lists_the_parts() -> None:
+def test_the_inspection_lists_the_parts_and_the_report_those_without_a_scheme() -> None:
     found = inspect_model(LLAVA.model())
     assert {stack.part for stack in found.stacks} == {"text", "vision"}
-    assert isinstance(found.native, dict)
-    assert found.native["scheme"] == "rope"
-    assert isinstance(found.other_parts["vision"], dict)
-    assert found.other_parts["vision"]["scheme"] == "learned"
+    assert (found.native["scheme"], found.other_parts["vision"]["scheme"]) == ("rope", "learned")
+    report = patch_model(LLAVA.model(), "alibi").position_encoding.report
+    assert {stack.part for stack in report.stacks} == {"text"}
+    assert "vision" in report.untouched
+    assert "text" in str(report)
 
 
 def test_the_warning_about_patches_in_one_row_is_not_repeated_for_a_kept_part() -> None:

@@ -26,13 +26,6 @@ def takes_types(model: Any) -> bool:
     return "Qwen" in type(model).__name__
 
 
-def test_the_text_part_is_patched_by_default_and_the_report_says_so() -> None:
-    report = patch_model(COMPOSITES["llava"].model(), "alibi").position_encoding.report
-    assert {stack.part for stack in report.stacks} == {"text"}
-    assert "vision" in report.untouched
-    assert "text" in str(report)
-
-
 def check_decoding(composite: Composite, model: Any) -> None:
     prompt = composite.prompt(images=2)
     given = prompt if takes_types(model) else {key: one for key, one in prompt.items() if key != "mm_token_type_ids"}
