@@ -36,13 +36,17 @@ def hidden_table() -> Any:
     return model
 
 
-def hidden_bias() -> Any:
-    """A model without positions, whose first attention layer forgets its input by its place."""
+def without_table() -> Any:
     model = patched("gpt2", None)
     model.transformer.wpe = nn.Sequential()
     model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=model.dtype)
-    value = model.transformer.h[0].attn.c_attn
-    value.__class__ = Fading
+    return model
+
+
+def hidden_bias() -> Any:
+    """A model without positions, whose first attention layer forgets its input by its place."""
+    model = without_table()
+    model.transformer.h[0].attn.c_attn.__class__ = Fading
     return model
 
 
@@ -110,9 +114,7 @@ def test_architectures_without_positions_are_patched_as_before(model_type: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_causal_model_without_any_positions_has_none(dtype: torch.dtype) -> None:
     """Its second layer knows the order from the causal mask."""
-    model = patched("gpt2", None).to(dtype)
-    model.transformer.wpe = nn.Sequential()
-    model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=dtype)
+    model = without_table().to(dtype)
     assert native_scheme(model).name == "none"
     patch_model(model, "alibi")
 

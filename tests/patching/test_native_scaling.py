@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_posenc import (
     ClippedScaling,
     DynamicYarnScaling,
-    LinearScaling,
     LocalGlobalConfig,
     NativeConfig,
     ReRopeConfig,
@@ -21,7 +19,6 @@ from hf_posenc import (
     ScheduleConfig,
     UnsupportedError,
     YarnScaling,
-    native_scheme,
     patch_model,
     unpatch_model,
 )
@@ -58,15 +55,6 @@ def test_it_is_the_scaling_of_transformers_with_the_other_options_of_the_model()
     assert (config.theta, config.scaling) == (5e4, YARN)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
     assert (logits(built("LlamaForCausalLM", rope_parameters=stock)) - expected).abs().max() > 1e-3
-
-
-def test_it_takes_the_place_of_the_scaling_that_the_model_has() -> None:
-    model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "linear", "factor": 2.0})
-    own = native_scheme(model)
-    assert own.scaling == LinearScaling(2.0)
-    with pytest.warns(UserWarning, match="replaces the scaling that this model was trained with"):
-        patch_model(model, "native", scaling=YARN)
-    assert model.position_encoding.config == replace(own, scaling=YARN)
 
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "pad_token_id": 0}
