@@ -83,11 +83,14 @@ def test_the_report_says_which_scaling_is_in_force_and_for_how_many_tokens() -> 
     assert plain[1].endswith("64 tokens; the scheme supports any length")
 
 
-def test_the_largest_distance_of_self_extend_stays_below_the_trained_length() -> None:
+def test_options_follow_from_the_lengths() -> None:
+    """The largest distance stays below the trained length, and windows are half of the one that a scaling reaches."""
     for length in (65, 100, 1000, 4096):
         config = extend_context(llama(), length=length, method="self_extend").position_encoding.config
         assert isinstance(config, SelfExtendConfig)
         assert config.window + length / config.group < 64
+    model = extend_context(llama(rope_parameters=YARN), length=512, method="rerope")
+    assert model.position_encoding.config.window == 128
 
 
 def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_keep_it() -> None:
@@ -179,11 +182,6 @@ def test_methods_count_from_the_trained_length_after_another_was_stated() -> Non
 
 def patch_with_yarn(model: PreTrainedModel) -> PreTrainedModel:
     return patch_model(model, NativeConfig(scaling=YarnScaling(8.0, 64)))
-
-
-def test_windows_are_half_of_the_length_that_a_scaling_reaches() -> None:
-    model = extend_context(llama(rope_parameters=YARN), length=512, method="rerope")
-    assert model.position_encoding.config.window == 128
 
 
 def test_a_factor_reaches_the_length_that_it_was_made_from() -> None:

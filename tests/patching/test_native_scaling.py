@@ -158,18 +158,21 @@ def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_p
     assert torch.equal(logits(unpatch_model(model)), before)
 
 
-def test_a_swap_to_dynamic_yarn_moves_its_temperature_with_the_share() -> None:
-    """A blend has a power of the factor of each rotation, also where that depends on the length."""
-    losses = {}
-    for name, scaling in (("dynamic", DynamicYarnScaling(25)), ("constant", YarnScaling(4.0, 25))):
+def blended(model: Any, scaling: Any) -> None:
+    begin_blend(model, NativeConfig(scaling=scaling))
+    set_blend_strength(model, 0.3)
+
+
+def with_far_keys(model: Any, scaling: Any) -> None:
+    patch_model(model, ReRopeConfig(inner=RopeConfig(scaling=scaling), window=10))
+
+
+@pytest.mark.parametrize("place", [blended, with_far_keys])
+def test_a_temperature_of_the_length_is_that_of_a_text(place: Any) -> None:
+    """Where a blend has a power of the factor of each rotation, and where far keys are turned again."""
+    found = []
+    for scaling in (DynamicYarnScaling(25), YarnScaling(4.0, 25)):
         model = built("LlamaForCausalLM")
-        begin_blend(model, NativeConfig(scaling=scaling))
-        set_blend_strength(model, 0.3)
-        losses[name] = logits(model, 100)
-    torch.testing.assert_close(losses["dynamic"], losses["constant"], rtol=0, atol=1e-4)
-
-
-def test_far_keys_are_turned_again_at_the_temperature_of_the_text() -> None:
-    inner = [RopeConfig(scaling=scaling) for scaling in (DynamicYarnScaling(25), YarnScaling(4.0, 25))]
-    found = [logits(patch_model(built("LlamaForCausalLM"), ReRopeConfig(inner=one, window=10))) for one in inner]
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
+        place(model, scaling)
+        found.append(logits(model, 100))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
