@@ -33,15 +33,10 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, backward_rows=24)
 
 
-def inputs(
-    batch: int = 2, key_value_heads: int = 2, queries: int = LENGTH, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def inputs(queries: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int, length: int) -> Tensor:
-        return torch.randn(batch, heads, length, WIDTH, generator=generator).to(dtype)
-
-    return [draw(HEADS, queries), draw(key_value_heads, LENGTH), draw(key_value_heads, LENGTH)]
+    shapes = ((HEADS, queries), (2, LENGTH), (2, LENGTH))
+    return [torch.randn(2, *shape, WIDTH, generator=generator).to(dtype) for shape in shapes]
 
 
 def distances(queries: int = LENGTH) -> Tensor:

@@ -28,7 +28,6 @@ from hf_posenc.schemes.config import OuterConfig
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
-torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5

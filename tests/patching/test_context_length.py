@@ -38,8 +38,6 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
 
-torch.set_num_threads(1)
-
 NATIVE, LONG = 64, 150
 
 

@@ -22,7 +22,6 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import in_turn
 
-torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
 
 

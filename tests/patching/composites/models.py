@@ -53,7 +53,7 @@ class Composite:
                     parameter.normal_(0.0, 0.3)
         return model
 
-    def prompt(self, before: int = 2, after: int = 4, images: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    def prompt(self, before: int = 2, images: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """The arguments of one row: words, then images that words separate, then words."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -63,7 +63,7 @@ class Composite:
         parts = [words(before)]
         for _ in range(images):
             parts += [torch.full((self.image_tokens,), IMAGE), words(1)]
-        ids = torch.cat((*parts, words(after - 1))).unsqueeze(0)
+        ids = torch.cat((*parts, words(3))).unsqueeze(0)
         return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | self.pixels(images)
 
 
