@@ -185,8 +185,7 @@ def replaced(make: Callable[[Any], Any], path: str = "layers.0.self_attn", hooke
 ALL, FIRST, LAST = slice(None), slice(1), slice(1, None)
 BYPASSED = r"did not run in this call|unlike that of other layers|took the place of an attention"
 UNPATCHED, SITE = r"layers\.\d\.self_attn.*[Cc]all patch_model again", r"layers\.\d\.self_attn"
-FOREIGN = ("took the place of an attention",) * 2
-ON_FOREIGN = ("alibi", "learned", "none", "native")
+FOREIGN, OTHERS = "took the place of an attention", ("alibi", "learned", "none", "native")
 EXCHANGED, FIRST_LAYER = "its LlamaModel was exchanged after patch_model", "no longer the first layer"
 MOVED = "was moved here from another patched model"
 CHANGES: dict[str, Change] = {
@@ -206,10 +205,12 @@ CHANGES: dict[str, Change] = {
     "stock attention": Change(put_stock_attention, UNPATCHED, SITE, ("alibi",)),
     "one layer more": Change(add_a_layer, UNPATCHED, SITE, ("alibi",)),
     "forwards that were removed": Change(in_layers(remove_forward, ALL), UNPATCHED, SITE, ("alibi",)),
-    "an attention of one's own": Change(in_layers(put_own_attention, LAST), *FOREIGN, ON_FOREIGN),
-    "attention of one's own": Change(in_layers(put_own_attention, ALL), *FOREIGN, ON_FOREIGN),
-    "an attention whose weights are buffers": Change(in_layers(put_attention_of_buffers, LAST), *FOREIGN, ON_FOREIGN),
-    "layers of one's own": Change(put_own_layers, *FOREIGN, ON_FOREIGN),
+    "an attention of one's own": Change(in_layers(put_own_attention, LAST), FOREIGN, FOREIGN, OTHERS),
+    "attention of one's own": Change(in_layers(put_own_attention, ALL), FOREIGN, FOREIGN, OTHERS),
+    "an attention whose weights are buffers": Change(
+        in_layers(put_attention_of_buffers, LAST), FOREIGN, FOREIGN, OTHERS
+    ),
+    "layers of one's own": Change(put_own_layers, FOREIGN, FOREIGN, OTHERS),
     "a layer of another model": Change(move_a_layer_here, MOVED, MOVED, ("alibi", "t5")),
     "the first layer is dropped": Change(
         lambda model: model.model.layers.pop(0), FIRST_LAYER, FIRST_LAYER, ("sinusoidal", "learned")
