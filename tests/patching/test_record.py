@@ -56,8 +56,9 @@ def test_a_patch_does_not_write_into_the_config_of_the_caller(nested: bool) -> N
         config = model.config
         assert config is not kept
         inspect_model(model)
-        patch_model(model, "fire")
+        patch_model(model, "t5")
         assert model.config is config
+        assert nested or all(module.config is config for module in model.modules() if "config" in module.__dict__)
         assert kept.to_json_string() == written
         unpatch_model(model)
         assert model.config is kept
