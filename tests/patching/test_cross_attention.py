@@ -364,7 +364,8 @@ IN_BART = "model.decoder.layers.1.encoder_attn"
 def test_cross_attention_that_was_exchanged_is_refused(name: str, path: str, put: Any, reason: str) -> None:
     model, other = (patch_model(model_of(name), "rope", cross_attention="alibi") for _ in range(2))
     logits_of(model)
-    model.set_submodule(path, put(*(one.get_submodule(path) for one in (model_of(name), other))))
+    stock, moved = (one.get_submodule(path) for one in (model_of(name), other))
+    model.set_submodule(path, put(stock, moved))
     with pytest.raises(UnsupportedError, match=reason):
         logits_of(model)
 

@@ -88,11 +88,8 @@ CALLS: dict[str, tuple[str, dict[str, bool], Callable[[Tensor], Tensor]]] = {
 def test_the_bias_is_that_of_every_pair_of_positions(way: tuple[str, str, str], scheme: Any) -> None:
     kind, call, backend = way
     architecture, options, visible = CALLS[call]
-    model, ids, positions = (
-        patched(architecture, scheme, attn_implementation=backend),
-        tokens(2, LENGTH),
-        POSITIONS[kind],
-    )
+    model, ids = patched(architecture, scheme, attn_implementation=backend), tokens(2, LENGTH)
+    positions = POSITIONS[kind]
     found = outputs(model, ARCHITECTURES[architecture], ids, position_ids=positions, **options)
     assert distance(found, reference(model, architecture, ids, positions, visible(positions))) <= CLOSE
 

@@ -82,12 +82,13 @@ def pairs_for(bias: PairwiseBias, hidden_states: torch.Tensor) -> AttentionPairs
     return AttentionPairs(query, key, slots, positions, 0.3, hidden_states, bias.key_features(hidden_states))
 
 
-@pytest.mark.parametrize(
-    "order", list(itertools.permutations(("forget_gate", "grape_ap", "selective_rope", "grape_m")))[::3]
-)
+#: One in three orders of two biases with features of query heads and two with features of key heads.
+ORDERS = [*itertools.permutations(("forget_gate", "grape_ap", "selective_rope", "grape_m"))][::3]
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @torch.no_grad()
 def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...]) -> None:
-    """Of query heads, of key heads, and in the nested sum of both."""
     hidden = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
     context = BuildContext(num_heads=6, num_key_value_heads=2, head_dim=8, hidden_size=48, causal=True)
     parts: list[Any] = [as_scheme(name).build(context).logit_bias for name in order]
