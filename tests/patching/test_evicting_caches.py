@@ -311,6 +311,21 @@ def test_statements_that_do_not_fit_are_refused() -> None:
         model(ids[:, 9:10], past_key_values=cache)
 
 
+@pytest.mark.parametrize(("filled", "message"), [(0, "were not encoded"), (LENGTH - 8, "a call did not end")])
+@torch.no_grad()
+def test_the_cache_of_a_call_that_failed_is_not_continued(filled: int, message: str) -> None:
+    """Its layers may hold as many keys, but of different tokens."""
+    model, ids, cache = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH), SinkCache(SINKS, WINDOW)
+    if filled:
+        decoded(model, ids, cache, (filled,))
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoded(model, ids, cache, (4,), filled)
+    handle.remove()
+    with pytest.raises(UnsupportedError, match=message):
+        decoded(model, ids, cache, (4,), filled)
+
+
 @pytest.mark.parametrize("smaller", [(SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1), (0, 2)])
 @torch.no_grad()
 def test_a_cache_that_keeps_less_than_the_scheme_sees_is_refused_before_it_changes_a_result(smaller: Any) -> None:
