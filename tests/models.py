@@ -12,14 +12,8 @@ import transformers
 
 VOCABULARY = 96
 
-_STACK: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_STACK: dict[str, Any] = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
 _ENCODER = _STACK | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BLOCKS: dict[str, Any] = {
     "n_embd": 32,

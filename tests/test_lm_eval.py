@@ -34,12 +34,6 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return ByT5Tokenizer()

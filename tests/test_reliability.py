@@ -54,9 +54,3 @@ def test_the_limits_are_those_of_the_code() -> None:
     seconds, megabytes = test_damaged_files.SECONDS, test_damaged_files.MEGABYTES
     assert f"{seconds:g} seconds of processor time and {megabytes:g} MB per file" in TEXT
     assert seconds < child.SECONDS, "the limit of the process is behind the one that is promised"
-
-
-def test_the_files_it_names_exist() -> None:
-    named = set(re.findall(r"`((?:tests|docs|hf_posenc)/[\w/.]+)`", PAGE))
-    assert len(named) >= 8
-    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -38,10 +38,7 @@ def test_long_tests_are_left_out_of_the_whole_suite_only(words: list[str], optio
     assert leaves_long_tests_out(cast(pytest.Config, config)) is expected
 
 
-def test_the_option_that_is_taken_for_no_choice_is_the_default() -> None:
+def test_continuous_integration_runs_them_too_and_the_default_is_no_choice() -> None:
     assert "-m 'not slow'" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-
-
-def test_continuous_integration_runs_them_too() -> None:
     assert COMMAND in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert COMMAND in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

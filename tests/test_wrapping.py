@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_posenc.patching  # most wrappers do nothing before
@@ -228,21 +227,6 @@ def test_a_function_that_is_missing_stops_the_import(monkeypatch: pytest.MonkeyP
     with pytest.raises(ImportError, match=f"wraps {name}.gone, which {name} does not have"):
         importlib.import_module(name)
     del WRAPPERS[f"{name}.gone"]
-
-
-def test_stock_models_load_by_keyword(tmp_path: Path) -> None:
-    model = tiny("LlamaForCausalLM")
-    model.save_pretrained(save_directory=tmp_path)
-    config, unused = type(model.config).get_config_dict(pretrained_model_name_or_path=tmp_path)
-    assert (config["model_type"], unused) == ("llama", {})
-    for scheme in (None, "alibi"):
-        if scheme:
-            hf_posenc.patch_model(model, scheme)
-            model.save_pretrained(save_directory=tmp_path)
-        loaded = LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
-        loaded.load_state_dict(state_dict=model.state_dict(), strict=True)
-        ids = torch.arange(6)[None]
-        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
 
 
 def test_the_page_lists_what_is_wrapped() -> None:

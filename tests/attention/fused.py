@@ -5,11 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention import block_attention
+from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.forms import BiasForm, DistanceForm, SeparableForm
 from hf_posenc.attention.fused_attention import fused_attention
+
+
+def attended(
+    form: BiasForm, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """What a layer with sdpa computes, `(batch, query_len, heads, width)`."""
+    module = nn.Module()
+    module.num_key_value_groups = query.shape[1] // key.shape[1]
+    heads = (query, key, value)
+    output: Tensor = attend_with_bias("sdpa", sdpa_attention_forward, form, module, *heads, mask, **options)[0]
+    return output
+
+
+def masks_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The masks that reach the kernel from now on."""
+    seen: list[Tensor] = []
+    kernel = block_attention.scaled_dot_product_attention
+
+    def heard(*heads: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        seen.append(attn_mask)
+        return kernel(*heads, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(block_attention, "scaled_dot_product_attention", heard)
+    return seen
 
 
 def distance_attention(

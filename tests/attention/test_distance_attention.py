@@ -11,15 +11,14 @@ from torch import Tensor
 
 from hf_posenc.attention import blockwise, fused_attention as module
 from hf_posenc.errors import UnsupportedError
-from tests.thinning import in_turn
 
 from .block_sizes import set_sizes
 from .fused import distance_attention
 from .plain_attention import gradients, masks, plain_attention, toeplitz
 
 #: Sums of some dozen float32 products in another order, against float64.
-CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-MASKS = list(masks(1, 1, 1))
+CLOSE = 1e-5
+HEADS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -30,58 +29,51 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors(
-    batch: int, heads: int, groups: int, query_length: int, key_length: int, dtype: torch.dtype
+    batch: int, groups: int, query_length: int, key_length: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(query_length + 31 * key_length)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    query = drawn(batch, query_length, heads, 8).transpose(1, 2)
+    query = drawn(batch, query_length, HEADS, 8).transpose(1, 2)
     # As layers have them: with the axis of the heads behind that of the tokens.
-    key, value = (drawn(batch, key_length, heads // groups, 8).transpose(1, 2) for _ in range(2))
-    vector = drawn(heads, query_length + key_length - 1)
+    key, value = (drawn(batch, key_length, HEADS // groups, 8).transpose(1, 2) for _ in range(2))
+    vector = drawn(HEADS, query_length + key_length - 1)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     return tuple(tensor.requires_grad_() for tensor in (query, key, value, vector))  # type: ignore[return-value]
 
 
-def compare(given: tuple[Tensor, ...], mask: Tensor | None, causal: bool, tolerance: float) -> None:
+def compare(given: tuple[Tensor, ...], mask: Tensor | None, causal: bool = False) -> None:
     query, key, value, vector = given
     found = distance_attention(query, key, value, vector, mask, 0.3, causal)
     bias = toeplitz(vector, query.shape[2], key.shape[2])
     wanted = plain_attention(query, key, value, bias, mask, 0.3, causal)
     assert found.dtype == query.dtype
-    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.double(), wanted, atol=CLOSE, rtol=CLOSE)
     for one, other in zip(gradients(found, given), gradients(wanted, given), strict=True):
         scale = float(other.abs().max().clamp(min=1))
-        torch.testing.assert_close(one, other, atol=tolerance * scale, rtol=tolerance)
+        torch.testing.assert_close(one, other, atol=CLOSE * scale, rtol=CLOSE)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), in_turn(MASKS, CLOSE), ids=str)
-def test_masks(kind: str, dtype: torch.dtype) -> None:
-    """Of a whole text, and of more keys than queries, as behind a cache."""
-    compare(tensors(3, 4, 2, 17, 17, dtype), masks(3, 17, 17)[kind], kind == "none", CLOSE[dtype])
-    compare(tensors(2, 4, 4, 9, 23, torch.float32), masks(2, 9, 23)[kind], False, CLOSE[torch.float32])
-
-
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("kind", masks(1, 1, 1))
+@settings(max_examples=5, deadline=None)
 @given(
     batch=st.integers(1, 3),
     groups=st.sampled_from([1, 2, 4]),
     query_length=st.integers(2, 40),
     extra=st.integers(0, 9),
-    kind=st.sampled_from(MASKS),
 )
 def test_any_shape(batch: int, groups: int, query_length: int, extra: int, kind: str) -> None:
     key_length = query_length + extra
     mask = masks(batch, query_length, key_length)[kind]
     causal = kind == "none" and extra == 0 and query_length % 3 > 0
-    compare(tensors(batch, 4, groups, query_length, key_length, torch.float32), mask, causal, CLOSE[torch.float32])
+    compare(tensors(batch, groups, query_length, key_length), mask, causal)
 
 
 def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_sizes(monkeypatch, scores=4 * 17 * 5)
-    compare(tensors(3, 4, 2, 17, 17, torch.float32), masks(3, 17, 17)["left padding"], False, CLOSE[torch.float32])
+    set_sizes(monkeypatch, scores=HEADS * 17 * 5)
+    compare(tensors(3, 2, 17, 17), masks(3, 17, 17)["left padding"])
 
 
 @pytest.mark.on_cpu("blocks have other sizes elsewhere")
@@ -95,7 +87,7 @@ def test_the_kernel_is_given_a_view_of_the_vector(monkeypatch: pytest.MonkeyPatc
         return original(query, key, value, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(blockwise, "scaled_dot_product_attention", watched)
-    query, key, value, vector = (tensor.detach() for tensor in tensors(1, 4, 1, 17, 17, torch.float32))
+    query, key, value, vector = (tensor.detach() for tensor in tensors(1, 1, 17, 17))
     distance_attention(query, key, value, vector, None, 0.3, True)
     assert [shape[-1] for _, shape in seen] == [5, 10, 15, 17]
     assert all(size == vector.numel() * 4 for size, _ in seen)
@@ -105,36 +97,29 @@ def test_the_kernel_is_given_a_view_of_the_vector(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_operator_is_one_that_torch_can_trace() -> None:
-    given = tensors(2, 4, 2, 11, 11, torch.float32)
+    given = tensors(2, 2, 11, 11)
     torch.library.opcheck(module._fused_attention, (*given, None, None, None, 0.3, True))
     torch.library.opcheck(module._fused_attention, (*given, None, None, masks(2, 11, 11)["packed"], 0.3, False))
     terms = torch.rand(2, 4, 11).requires_grad_()
     torch.library.opcheck(module._fused_attention, (*given[:3], None, terms, torch.arange(11), None, 0.3, True))
 
 
-def test_no_gradient_where_none_is_asked_for() -> None:
-    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
-    distance_attention(query, key, value, vector.detach(), None, 0.3, True).sum().backward()
-    assert query.grad is not None
-    assert vector.grad is None
-
-
 def test_a_mask_with_one_entry_for_all_keys() -> None:
     """Which the crop of a block must not take for the first key alone."""
-    given = tensors(2, 4, 2, 17, 17, torch.float32)
-    compare(given, torch.ones(1, 1, 1, 1, dtype=torch.bool), False, CLOSE[torch.float32])
-    compare(given, torch.ones(2, 1, 17, 1, dtype=torch.bool), False, CLOSE[torch.float32])
+    given = tensors(2, 2, 17, 17)
+    compare(given, torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    compare(given, torch.ones(2, 1, 17, 1, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 17, 9), (1, 1, 5, 17), (17, 17)])
 def test_a_mask_that_fits_neither_is_refused(shape: tuple[int, ...]) -> None:
-    given = tensors(2, 4, 2, 17, 17, torch.float32)
+    given = tensors(2, 2, 17, 17)
     with pytest.raises(UnsupportedError, match="17 queries and 17 keys"):
         distance_attention(*given, torch.ones(shape, dtype=torch.bool), 0.3, False)
 
 
 def test_a_query_that_an_additive_mask_leaves_nothing_has_no_gradient() -> None:
-    query, key, value, vector = tensors(2, 4, 2, 17, 17, torch.float32)
+    query, key, value, vector = tensors(2, 2, 17, 17)
     mask = torch.zeros(1, 1, 17, 17).masked_fill(~torch.ones(17, 17, dtype=torch.bool).tril(), -torch.inf)
     mask[:, :, 3] = -torch.inf
     output = distance_attention(query, key, value, vector, mask, 0.3, False)
@@ -148,7 +133,7 @@ def test_a_query_that_an_additive_mask_leaves_nothing_has_no_gradient() -> None:
 
 
 def test_double_precision_stays_double() -> None:
-    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float64)
+    query, key, value, vector = tensors(1, 2, 9, 9, dtype=torch.float64)
     found = distance_attention(query, key, value, vector, None, 0.3, True)
     wanted = plain_attention(query, key, value, toeplitz(vector, 9, 9), None, 0.3, True)
     (one,), (other,) = (torch.autograd.grad(output.square().sum(), query) for output in (found, wanted))
@@ -156,7 +141,7 @@ def test_double_precision_stays_double() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
+    query, key, value, vector = tensors(1, 2, 9, 9)
     output = distance_attention(query, key, value, vector, None, 0.3, True)
     (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
@@ -164,7 +149,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_nothing_to_attend_for() -> None:
-    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
+    query, key, value, vector = tensors(1, 2, 9, 9)
     found = distance_attention(query[:0], key[:0], value[:0], vector, None, 0.3, True)
     assert found.shape == (0, 9, 4, 8)
     found.sum().backward()
@@ -175,7 +160,7 @@ def test_nothing_to_attend_for() -> None:
 @pytest.mark.on_cpu("autocast of the CPU")
 def test_autocast_does_not_round_a_large_bias() -> None:
     """bfloat16 tells 1000 and 1003 apart from nothing between; the result has to be that of bfloat16 heads alone."""
-    query, key, value, vector = tensors(1, 4, 2, 17, 17, torch.float32)
+    query, key, value, vector = tensors(1, 2, 17, 17)
     vector = (vector.detach() + 1000 + torch.arange(33) % 3).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = distance_attention(query, key, value, vector, None, 0.3, True)

@@ -52,22 +52,17 @@ def both(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor, int]:
 
 @pytest.mark.parametrize(("scheme", "options"), SCHEMES)
 def test_two_calls_equal_the_bias(llama: PreTrainedModel, scheme: str, options: dict[str, Any]) -> None:
+    """Also for an empty static cache."""
     patch_model(llama, scheme, inner="native", **options)
     fast, slow, calls = both(llama, input_ids=tokens())
     assert calls == 2
     assert (fast - slow).abs().max() < 2e-5 * slow.abs().max()  # float32
-
-
-@pytest.mark.parametrize(("scheme", "options"), SCHEMES)
-def test_an_empty_static_cache(llama: PreTrainedModel, scheme: str, options: dict[str, Any]) -> None:
-    patch_model(llama, scheme, inner="native", **options)
     cache = StaticCache(config=llama.config, max_cache_len=LENGTH + 100)
     counted = mock.patch.object(backends, "divided_attention", wraps=backends.divided_attention)
     with torch.no_grad(), counted as divided:
         found = llama(tokens(), cache=cache, use_cache=True).logits
-        whole = llama(tokens(), use_cache=False).logits
-    assert divided.call_count == 4
-    assert torch.equal(found, whole)
+    assert divided.call_count == 2
+    assert torch.equal(found, fast)
 
 
 def test_bfloat16(llama: PreTrainedModel) -> None:

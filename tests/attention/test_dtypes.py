@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
 
-from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 
+from .fused import attended
 from .plain_attention import gradients, plain_attention, toeplitz
 
 #: Below and from 16 queries on, where torch's fused kernel on the CPU begins; one, as in decoding.
@@ -61,15 +60,6 @@ def given(query_length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return *(tensor.to(dtype).requires_grad_() for tensor in (query, key, value)), vector.requires_grad_()
 
 
-def attended(form: BiasForm, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    module = nn.Module()
-    module.num_key_value_groups = 2
-    output: Tensor = attend_with_bias(
-        "sdpa", sdpa_attention_forward, form, module, query, key, value, mask, scaling=0.3, is_causal=False
-    )[0]
-    return output
-
-
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("kind", FORMS)
 def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
@@ -79,7 +69,7 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
             query, key, value, vector = tensors
             form, dense = form_of(kind, vector, length)
             mask, visible = mask_of(mask_kind, length, dtype)
-            found = attended(form, query, key, value, mask)
+            found = attended(form, query, key, value, mask, scaling=0.3, is_causal=False)
             wanted = plain_attention(query, key, value, dense, visible, 0.3, False)
             case = f"{length} queries, mask {mask_kind}"
             assert found.dtype == dtype
@@ -102,8 +92,8 @@ def test_autocast_leaves_float64_alone(kind: str) -> None:
     query, key, value, vector = (tensor.detach() for tensor in given(20, torch.float64))
     form, _ = form_of(kind, vector, 20)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attended(form, query, key, value, None)
-    assert torch.equal(found, attended(form, query, key, value, None))
+        found = attended(form, query, key, value)
+    assert torch.equal(found, attended(form, query, key, value))
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -113,4 +103,4 @@ def test_keys_of_another_dtype_are_refused(kind: str) -> None:
     form, _ = form_of(kind, vector, 20)
     for narrow in (torch.float32, torch.bfloat16):
         with pytest.raises(RuntimeError, match="dtype"):
-            attended(form, query, key.to(narrow), value.to(narrow), None)
+            attended(form, query, key.to(narrow), value.to(narrow))

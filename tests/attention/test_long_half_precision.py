@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from tests.schemes.table import parts_for
 from tests.thinning import in_turn, mostly_slow
 
+from .fused import attended
 from .plain_attention import plain_attention
 
 #: Heads as `parts_for` builds them.
@@ -62,9 +61,7 @@ def errors(scheme: str, dtype: torch.dtype, length: int, queries: int) -> tuple[
     found = []
     for one, dense in ((form, exact), (nothing, torch.zeros_like(exact))):
         with torch.no_grad():
-            output = attend_with_bias(
-                "sdpa", sdpa_attention_forward, one, nn.Module(), query, key, value, mask, is_causal=False
-            )[0]
+            output = attended(one, query, key, value, mask, is_causal=False)
             wanted = plain_attention(query, key, value, dense, mask, WIDTH**-0.5, False)
         found.append(float((output.double() - wanted).abs().max() / wanted.abs().max()))
     return found[0], found[1]

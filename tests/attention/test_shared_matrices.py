@@ -13,52 +13,25 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
-from hf_posenc.attention import block_attention, blockwise
+from hf_posenc.attention import blockwise
 from hf_posenc.attention.backends import attend_with_bias
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
+from hf_posenc.attention.forms import DistanceForm, RowsForm
 from hf_posenc.patching.call.forward_state import ForwardState
 from tests.matrix.running import patched, tokens
 
 from .block_sizes import set_sizes
+from .fused import attended, masks_of_kernels
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The masks that reach the kernel."""
-    seen: list[Tensor] = []
-
-    def heard(*heads: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        seen.append(attn_mask)
-        return scaled_dot_product_attention(*heads, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(block_attention, "scaled_dot_product_attention", heard)
-    return seen
+    return masks_of_kernels(monkeypatch)
 
 
-def attend(
-    form: BiasForm,
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
-    queries: int = 6,
-    causal: bool = True,
-) -> Any:
-    """A call of one layer, with the keys of the form."""
-    heads, keys = form.heads, form.key_length  # type: ignore[union-attr]
-    query, key, value = (
-        torch.ones(1, heads, count, 4, dtype=dtype, requires_grad=True) for count in (queries, keys, keys)
-    )
-    return attend_with_bias(
-        "sdpa",
-        sdpa_attention_forward,
-        form,
-        nn.Module(),
-        query,
-        key,
-        value,
-        mask,
-        scaling=0.3,
-        is_causal=causal,
-    )[0]
+def attend(form: RowsForm, length: int = 6) -> Tensor:
+    """A call of one layer."""
+    heads = [torch.ones(1, form.heads, length, 4, requires_grad=True) for _ in range(3)]
+    return attended(form, *heads, scaling=0.3, is_causal=True)
 
 
 @torch.no_grad()
@@ -94,7 +67,7 @@ def test_a_large_bias_of_an_accelerator_is_computed_again_for_gradients(monkeypa
     weight = torch.ones(8, 1, 1, requires_grad=True)
     form = RowsForm(lambda start, stop, keys: (weight * torch.ones(stop - start, keys)).exp()[None], 1100, 1100, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: numbers.append(one.numel()) or one, lambda one: one):
-        attend(form, torch.float32, queries=1100)
+        attend(form, 1100)
     assert max(numbers) < 2**20
 
 
@@ -132,9 +105,7 @@ def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.Monke
     bias = vector[:, places - places[:, None] + 5].masked_fill(places > places[:, None], -torch.inf)
     plain = scaled_dot_product_attention(query, key, value, attn_mask=bias[None], scale=0.3).transpose(1, 2)
     form = DistanceForm(vector, 6, 6)
-    found = attend_with_bias(
-        "sdpa", sdpa_attention_forward, form, nn.Module(), query, key, value, None, scaling=0.3, is_causal=True
-    )[0]
+    found = attended(form, query, key, value, scaling=0.3, is_causal=True)
     gradients = [torch.autograd.grad(output.square().sum(), vector)[0] for output in (found, plain)]
     assert gradients[1].abs().max() > 1e-2
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
@@ -165,8 +136,6 @@ def test_numbers_at_hidden_keys_have_no_effect(later: float) -> None:
 
     def output(number: float) -> Tensor:
         rows = torch.linspace(-1.0, 1.0, 36).view(1, 1, 6, 6).masked_fill(hidden, number)
-        form = RowsForm(lambda start, stop, count: rows[:, :, start:stop, :count], 6, 6, 1)
-        found: Tensor = attend(form, torch.float32)
-        return found
+        return attend(RowsForm(lambda start, stop, count: rows[:, :, start:stop, :count], 6, 6, 1))
 
     assert torch.equal(output(later), output(0.0))

@@ -33,15 +33,10 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, backward_rows=24)
 
 
-def inputs(
-    batch: int = 2, key_value_heads: int = 2, queries: int = LENGTH, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def inputs(queries: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int, length: int) -> Tensor:
-        return torch.randn(batch, heads, length, WIDTH, generator=generator).to(dtype)
-
-    return [draw(HEADS, queries), draw(key_value_heads, LENGTH), draw(key_value_heads, LENGTH)]
+    shapes = ((HEADS, queries), (2, LENGTH), (2, LENGTH))
+    return [torch.randn(2, *shape, WIDTH, generator=generator).to(dtype) for shape in shapes]
 
 
 def distances(queries: int = LENGTH) -> Tensor:
@@ -249,19 +244,13 @@ def test_the_gradient_of_a_query_reads_long_keys_that_are_far() -> None:
     assert float(error[..., 1:].max()) <= 1e-3
 
 
-def test_a_bias_that_does_not_decay_has_no_windows() -> None:
-    query, key, value = inputs()
+def test_a_bias_that_does_not_decay_and_an_additive_mask_have_no_windows() -> None:
+    """The mask may raise what is far away."""
     flat = torch.randn(HEADS, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(5))
-    call = call_of(query, key, value, None, SCALING, True)
+    call = call_of(*inputs(), None, SCALING, True)
     assert windows_of(call, flat, None) is None
     assert windows_of(call, None, flat[None, :, :LENGTH]) is None
-
-
-def test_an_additive_mask_has_no_windows() -> None:
-    """It may raise what is far away."""
-    query, key, value = inputs()
-    mask = torch.zeros(1, 1, LENGTH, LENGTH)
-    assert call_of(query, key, value, mask, SCALING, False) is None
+    assert call_of(*inputs(), torch.zeros(1, 1, LENGTH, LENGTH), SCALING, False) is None
 
 
 def test_a_padding_query_behind_a_cutoff_has_no_gradient() -> None:

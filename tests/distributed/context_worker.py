@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hf_posenc import AlibiConfig, ComposedConfig, UnsupportedError, patch_model
 from hf_posenc.schemes import DualChunkConfig, RandomizedConfig, SelfExtendConfig, SSMaxConfig
-from tests.distributed.processes import full
+from tests.distributed.processes import full, largest
 from tests.distributed.sharded_worker import shared
 from tests.matrix.running import distance, patched, tokens
 from tests.models import tiny
@@ -142,22 +142,17 @@ def trained(scheme: str, way: str) -> dict[str, float]:
     torch.set_grad_enabled(True)
     found = found.detach()
     dist.all_reduce(found)
-    gradients = dict(whole.named_parameters())
-    # Some gradients, such as that of the bias of keys, are 0 in exact numbers.
-    sizes = [float(weight.grad.norm()) for weight in gradients.values() if weight.grad is not None]
-    least = 1e-2 * max(sizes, default=1.0)
-    shares = {}
-    for name, weight in model.named_parameters():
-        gradient = gradients[name].grad
-        assert (gradient is None) == (weight.grad is None), name
-        if gradient is not None:
-            found_gradient = full(weight.grad)
-            if way == "fsdp2":
-                found_gradient = 2 * found_gradient  # The mean of both.
-            else:
-                dist.all_reduce(found_gradient)
-            shares[name] = float((found_gradient - gradient).norm() / max(float(gradient.norm()), least))
-    return {"loss": abs(float(found - expected)), "gradients": max(shares.values(), default=0.0)}
+    expected_gradients, gradients = (
+        {name: full(weight.grad) for name, weight in one.named_parameters() if weight.grad is not None}
+        for one in (whole, model)
+    )
+    for name in gradients:
+        if way == "fsdp2":
+            gradients[name] = 2 * gradients[name]  # The mean of both.
+        else:
+            dist.all_reduce(gradients[name])
+    share = largest(gradients, expected_gradients, small=1e-2)[0] if expected_gradients else 0.0
+    return {"loss": abs(float(found - expected)), "gradients": share}
 
 
 def refused(case: str) -> str:

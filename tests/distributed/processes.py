@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from tests.fresh import run_together
+from tests.matrix.running import distance, tokens
 
 
 def run_two(worker: str, folder: Path, *, everything: bool = False) -> list[dict[str, Any]]:
@@ -57,11 +62,42 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of gradients, as a share of the expected one, and where it is."""
+@torch.no_grad()
+def resaved(whole: Any, folder: Path, **shares: Any) -> dict[str, float]:
+    """The differences of a patched model that two processes load, and of what they save, from the model of one.
+
+    Args:
+        whole: the model.
+        folder: takes both checkpoints.
+        **shares: how the processes share the loaded model.
+    """
+    first = dist.get_rank() == 0
+    if first:
+        whole.save_pretrained(folder / "one")
+    dist.barrier()
+    config = DistributedConfig(**shares)
+    model = AutoModelForCausalLM.from_pretrained(folder / "one", distributed_config=config).eval()
+    result = {"forward": distance(model(tokens()).logits, whole(tokens()).logits)}
+    model.save_pretrained(folder / "two", is_main_process=first)
+    dist.barrier()
+    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
+    result["files"] = float(one.keys() != two.keys() or any(not torch.equal(one[name], two[name]) for name in one))
+    again = AutoModelForCausalLM.from_pretrained(folder / "two").eval()
+    return result | {"again": distance(again(tokens()).logits, whole(tokens()).logits)}
+
+
+def largest(found: dict[str, Tensor], expected: dict[str, Tensor], small: float = 1e-3) -> tuple[float, str]:
+    """The largest difference of gradients, as a share of the expected one, and where it is.
+
+    What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
+
+    Args:
+        found: by the name of the parameter.
+        expected: the same.
+        small: gradients below this share of the largest one count as large as that.
+    """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    # What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
-    least = 1e-3 * max(float(value.norm()) for value in expected.values())
+    least = small * max(float(value.norm()) for value in expected.values())
     shares = {
         name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
     }

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
 from hf_posenc.recipes import swap_scheme
-from tests.distributed.processes import full, largest
-from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.distributed.processes import full, largest, resaved
+from tests.matrix.running import distance, patched, placed, strengthen, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
 
@@ -122,7 +121,7 @@ def refusal(run: Any) -> str:
     return ""
 
 
-def placed(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
+def placed_beside(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
     """A scheme put into a model that is split already, beside one that is not."""
     # Every process draws other parameters; the first one's count.
     torch.manual_seed(7 + dist.get_rank())
@@ -155,24 +154,6 @@ def placed(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
     return result
 
 
-def saved(scheme: Any, folder: Path) -> dict[str, Any]:
-    """A patched checkpoint that two processes load and save again."""
-    first = dist.get_rank() == 0
-    whole = patched("llama_gqa", scheme)
-    if first:
-        whole.save_pretrained(folder / "one")
-    dist.barrier()
-    split = loaded(folder / "one")
-    result = {"forward": distance(logits(split), logits(whole))}
-    split.save_pretrained(folder / "two", is_main_process=first)
-    dist.barrier()
-    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
-    result["files"] = float(one.keys() != two.keys() or any(not torch.equal(one[name], two[name]) for name in one))
-    again = AutoModelForCausalLM.from_pretrained(folder / "two").eval()
-    result["again"] = distance(logits(again), logits(whole))
-    return result
-
-
 def stock(name: str) -> Any:
     """A stock model of one build."""
     if name not in BUILDS:
@@ -193,9 +174,7 @@ def generated(folder: Path, scheme: Any, ways: dict[str, dict[str, Any]]) -> dic
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[0, :4] = 0
     for model in models:
-        torch.manual_seed(7)
-        patch_model(model, scheme)
-        strengthen(model)
+        placed(model, scheme)
     result: dict[str, bool] = {}
     for way, settings in ways.items():
         split, whole = (
@@ -208,11 +187,8 @@ def generated(folder: Path, scheme: Any, ways: dict[str, dict[str, Any]]) -> dic
 
 def compiled(folder: Path, scheme: Any) -> dict[str, Any]:
     """The difference of logits and gradients between two processes in one graph each and one process without."""
-    split, whole = loaded(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
-    for model in (split, whole):
-        torch.manual_seed(7)
-        patch_model(model, scheme)
-        strengthen(model)
+    whole = placed(AutoModelForCausalLM.from_pretrained(folder).eval(), scheme)
+    split = placed(loaded(folder), scheme)
     torch.compiler.reset()
     graph = torch.compile(split, backend="aot_eager")
     graph(tokens(2, 11), labels=tokens(2, 11)).loss.backward()
@@ -247,9 +223,7 @@ def compared(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...]) -> 
     for scheme in schemes:
         try:
             for model in (whole, split) if scheme is not None else ():
-                torch.manual_seed(7)
-                patch_model(model, scheme)
-                strengthen(model)
+                placed(model, scheme)
             result[str(scheme)] = distance(logits(split), logits(whole))
         except (UnsupportedError, RuntimeError) as error:
             result[str(scheme)] = str(error)
@@ -261,10 +235,7 @@ def loaded_patched(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...
     """The difference of logits for patched checkpoints of a stock model, read by two processes and by one."""
     result: dict[str, Any] = {}
     for scheme in schemes:
-        whole = AutoModelForCausalLM.from_pretrained(folder).eval()
-        torch.manual_seed(7)
-        patch_model(whole, scheme)
-        strengthen(whole)
+        whole = placed(AutoModelForCausalLM.from_pretrained(folder).eval(), scheme)
         path = written(folder, str(scheme), lambda whole=whole: whole)
         split = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**config)).eval()
         result[scheme] = distance(logits(split), logits(whole))
@@ -288,9 +259,9 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
         split, whole = loaded(path), AutoModelForCausalLM.from_pretrained(path).eval()
         for name, config, case in VARIANTS:
             if everything or (case == f"{name}-0" and name in CUT):
-                found["placed"][f"{heads} {case}"] = placed(split, whole, config)
+                found["placed"][f"{heads} {case}"] = placed_beside(split, whole, config)
     for name in CUT if everything else SAVED:
-        found["saved"][name] = saved(CUT[name], folder / f"saved-{name}")
+        found["saved"][name] = resaved(patched("llama_gqa", CUT[name]), folder / f"saved-{name}", **TENSORS)
     for name, (heads, plan) in PLANS.items():
         planned = PLANNED if everything else QUICK_PLANNED
         found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, planned)

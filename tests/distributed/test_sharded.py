@@ -49,7 +49,7 @@ def test_a_training_step_of_every_scheme_is_that_of_one(tmp_path: Path) -> None:
 
 def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Found) -> None:
     for rank in found:
-        assert rank["transformers"]["forward"] <= CLOSE
+        assert max(rank["transformers"]["forward"], rank["transformers"]["again"]) <= CLOSE
         assert rank["transformers"]["files"] == 0
 
 
@@ -65,24 +65,11 @@ def test_a_model_that_is_shared_takes_no_new_parameters(found: Found, way: str, 
             assert words in message, message
 
 
-def test_sharded_weights_name_their_scheme(found: Found) -> None:
+def test_sharded_weights_name_their_scheme_and_are_not_read_into_another(found: Found) -> None:
     for rank in found:
         assert rank["checkpoints"]["marks"] == 1
-        assert rank["checkpoints"]["same"] <= CLOSE
-    assert found[0]["checkpoints"]["gathered"] <= CLOSE
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("stock model", "trained with the position encoding t5, but this model has its stock positions"),
-        ("stock weights", "do not name a position encoding"),
-        ("another scheme", "trained with the position encoding t5, but this model has the position encoding alibi"),
-        ("other options", "this model has the position encoding t5(max_distance=64)"),
-    ],
-)
-def test_distributed_checkpoints_of_another_scheme_are_refused_unread(found: Found, case: str, words: str) -> None:
-    for rank in found:
-        message = rank["checkpoints"][case]
+        assert rank["checkpoints"]["t5"] <= CLOSE
+        message = rank["checkpoints"]["alibi"]
         assert message.startswith("The weights in this checkpoint do not belong to this state dict")
-        assert words in message
+        assert "trained with the position encoding t5, but this model has the position encoding alibi" in message
+    assert found[0]["checkpoints"]["gathered"] <= CLOSE

@@ -26,14 +26,17 @@ def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
 def patched(name: str, scheme: Any, **overrides: Any) -> Any:
     """A fresh model of one row, patched; `None` leaves it stock."""
     model = ARCHITECTURES[name].build(**overrides)
-    if scheme is None:
-        return spread(model)
+    return spread(model if scheme is None else placed(model, scheme))
+
+
+def placed(model: Any, scheme: Any, **options: Any) -> Any:
+    """The model with a scheme, whose parameters are drawn from the same seed in each call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.manual_seed(7)
-        patch_model(model, scheme)
+        patch_model(model, scheme, **options)
     strengthen(model)
-    return spread(model)
+    return model
 
 
 def strengthen(model: Any) -> None:
@@ -42,6 +45,14 @@ def strengthen(model: Any) -> None:
         for parameter in model.position_encoding.parameters():
             if parameter.dim() == 2 and parameter.std() < 0.1:
                 parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
+
+
+def drawn(model: Any, std: float = 1.0) -> Any:
+    """The model, with random numbers for everything that its scheme learns."""
+    with torch.no_grad():
+        for parameter in model.position_encoding.parameters():
+            parameter.normal_(std=std)
+    return model
 
 
 def outputs(model: Any, row: ArchitectureRow, input_ids: Tensor, **kwargs: Any) -> Tensor:

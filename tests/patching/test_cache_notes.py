@@ -80,6 +80,8 @@ def test_a_cache_has_the_attributes_that_the_stock_model_leaves_on_it(kind: str,
     found, stock = filled(made(scheme), kind), filled(made(None), kind)
     assert vars(found).keys() == vars(stock).keys()
     assert utils.get_leaf_tensors(found).keys() == utils.get_leaf_tensors(stock).keys()
+    assert vars(copy.deepcopy(stock)).keys() == vars(stock).keys()
+    assert b"hf_posenc" not in pickle.dumps(stock)
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -112,13 +114,6 @@ def test_a_reducer_that_someone_registered_is_kept(monkeypatch: pytest.MonkeyPat
     assert twin.came_from == "mine"
     with pytest.raises(UnsupportedError, match="encoded with 'alibi'"):
         made("t5")(IDS[:, 8:], past_key_values=twin)
-
-
-def test_a_stock_cache_is_copied_as_before() -> None:
-    filled(made())
-    stock = filled(made(None))
-    assert vars(copy.deepcopy(stock)).keys() == vars(stock).keys()
-    assert b"hf_posenc" not in pickle.dumps(stock)
 
 
 def test_notes_end_with_their_cache() -> None:

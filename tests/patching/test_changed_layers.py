@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
-from tests.matrix.running import patched, tokens
+from tests.matrix.running import drawn, patched, tokens
 from tests.patching.test_changed_models import exchange_the_base, put_a_stock_layer, put_beside
 from tests.thinning import in_turn
 
@@ -126,15 +126,6 @@ def moved(model: Any, order: list[int]) -> None:
     model.config.num_hidden_layers = len(order)
 
 
-def drawn(scheme: Any, **options: Any) -> Any:
-    """A Llama whose scheme has random weights."""
-    model = patch_model(patched("llama_gqa", None, **options), scheme)
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
-    return model
-
-
 SCHEDULE = {"scheme": "schedule", "layers": [{"scheme": "none"}, {"scheme": "alibi"}]}
 
 
@@ -145,7 +136,7 @@ SCHEDULE = {"scheme": "schedule", "layers": [{"scheme": "none"}, {"scheme": "ali
 def test_a_model_with_moved_layers_is_loaded_as_it_is_or_not_saved(
     scheme: Any, order: list[int], tmp_path: Path
 ) -> None:
-    model, ids = drawn(scheme), tokens(1, 8)
+    model, ids = drawn(patched("llama_gqa", scheme)), tokens(1, 8)
     moved(model, order)
     expected = model(ids, use_cache=False).logits
     # transformers itself saves no layer twice.
@@ -165,7 +156,7 @@ def test_a_model_with_moved_layers_is_loaded_as_it_is_or_not_saved(
 )
 @torch.no_grad()
 def test_moved_layers_keep_their_own_parameters_when_the_scheme_is_placed_again(scheme: str, copied: bool) -> None:
-    model, ids = drawn(scheme, num_hidden_layers=3), tokens(1, 8)
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=3)), tokens(1, 8)
     moved(model, [2, 0])
     if copied:
         model.model.layers[1] = copy.deepcopy(model.model.layers[0])

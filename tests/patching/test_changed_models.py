@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -120,9 +119,12 @@ def put_stock_attention(model: Any) -> None:
     layer.self_attn = rebuilt(layer.self_attn, model.config)
 
 
-def remove_forwards(model: Any) -> None:
-    for layer in model.model.layers:
-        del layer.self_attn.forward
+def add_a_layer(model: Any) -> None:
+    model.model.layers.append(rebuilt(model.model.layers[0], model.config, 0))
+
+
+def remove_forward(layer: Any) -> None:
+    del layer.self_attn.forward
 
 
 def put_own_attention(layer: Any) -> None:
@@ -148,16 +150,11 @@ def move_a_layer_here(model: Any) -> None:
     model.model.layers[0] = patched("llama_gqa", "t5").model.layers[0]
 
 
-def exchange_the_base(model: Any) -> None:
-    model.model = patched("llama_gqa", None).model
+def exchange_the_base(model: Any, scheme: str | None = None) -> None:
+    model.model = patched("llama_gqa", scheme).model
 
 
-def exchange_the_base_for_a_patched_one(model: Any) -> None:
-    model.model = patched("llama_gqa", "t5").model
-
-
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """What others do to a patched Llama.
 
     Args:
@@ -167,7 +164,7 @@ class Change:
         schemes: under which it is tried.
     """
 
-    apply: Callable[[Any], None]
+    apply: Callable[[Any], Any]
     says: str
     saving: str | None
     schemes: tuple[str, ...] = ("alibi", "rope", "none")
@@ -185,55 +182,48 @@ def replaced(make: Callable[[Any], Any], path: str = "layers.0.self_attn", hooke
     return Change(apply, "was replaced after patch_model", "was replaced after patch_model", ("alibi", "rope"))
 
 
-def bypassed(change: Callable[[Any], None], which: slice) -> Change:
-    says = r"did not run in this call|unlike that of other layers|took the place of an attention"
-    return Change(in_layers(change, which), says, None)
-
-
-def unpatched(apply: Callable[[Any], None], *schemes: str) -> Change:
-    says = r"layers\.\d\.self_attn.*[Cc]all patch_model again"
-    return Change(apply, says, r"layers\.\d\.self_attn", ("alibi", *schemes))
-
-
-def foreign(apply: Callable[[Any], None]) -> Change:
-    says = "took the place of an attention"
-    return Change(apply, says, says, ("alibi", "learned", "none", "native"))
-
-
-def exchanged(apply: Callable[[Any], None], saving: str) -> Change:
-    return Change(apply, "its LlamaModel was exchanged after patch_model", saving, ("alibi",))
-
-
-FIRST_LAYER, MOVED = "no longer the first layer", "was moved here from another patched model"
+ALL, FIRST, LAST = slice(None), slice(1), slice(1, None)
+BYPASSED = r"did not run in this call|unlike that of other layers|took the place of an attention"
+UNPATCHED, SITE = r"layers\.\d\.self_attn.*[Cc]all patch_model again", r"layers\.\d\.self_attn"
+FOREIGN, OTHERS = "took the place of an attention", ("alibi", "learned", "none", "native")
+EXCHANGED, FIRST_LAYER = "its LlamaModel was exchanged after patch_model", "no longer the first layer"
+MOVED = "was moved here from another patched model"
 CHANGES: dict[str, Change] = {
-    "an attention beside, in all layers": bypassed(put_beside, slice(None)),
-    "an attention beside, in the last layer": bypassed(put_beside, slice(1, None)),
-    "an attention beside, in the first layer": bypassed(put_beside, slice(1)),
-    "a class that is called, in all layers": bypassed(call_instead, slice(None)),
-    "a class that is called, in the last layer": bypassed(call_instead, slice(1, None)),
-    "layers without their attention": bypassed(layer_without_its_attention, slice(None)),
-    "a layer without its attention": bypassed(layer_without_its_attention, slice(1, None)),
+    "an attention beside, in all layers": Change(in_layers(put_beside, ALL), BYPASSED, None),
+    "an attention beside, in the last layer": Change(in_layers(put_beside, LAST), BYPASSED, None),
+    "an attention beside, in the first layer": Change(in_layers(put_beside, FIRST), BYPASSED, None),
+    "a class that is called, in all layers": Change(in_layers(call_instead, ALL), BYPASSED, None),
+    "a class that is called, in the last layer": Change(in_layers(call_instead, LAST), BYPASSED, None),
+    "layers without their attention": Change(in_layers(layer_without_its_attention, ALL), BYPASSED, None),
+    "a layer without its attention": Change(in_layers(layer_without_its_attention, LAST), BYPASSED, None),
     "a forward on the instance": replaced(own_attention.__get__),
     "a partial": replaced(functools.partial(functools.partial, own_attention)),
     "a forward inside a hook": replaced(own_attention.__get__, hooked=True),
     "a forward of many helpers": replaced(many_helpers),
     "the forward of the rotary module": replaced(lambda rotary: type(rotary).forward.__get__(rotary), "rotary_emb"),
-    "a stock layer": unpatched(put_a_stock_layer, "sinusoidal"),
-    "stock attention": unpatched(put_stock_attention),
-    "one layer more": unpatched(
-        lambda model: model.model.layers.append(rebuilt(model.model.layers[0], model.config, 0))
+    "a stock layer": Change(put_a_stock_layer, UNPATCHED, SITE, ("alibi", "sinusoidal")),
+    "stock attention": Change(put_stock_attention, UNPATCHED, SITE, ("alibi",)),
+    "one layer more": Change(add_a_layer, UNPATCHED, SITE, ("alibi",)),
+    "forwards that were removed": Change(in_layers(remove_forward, ALL), UNPATCHED, SITE, ("alibi",)),
+    "an attention of one's own": Change(in_layers(put_own_attention, LAST), FOREIGN, FOREIGN, OTHERS),
+    "attention of one's own": Change(in_layers(put_own_attention, ALL), FOREIGN, FOREIGN, OTHERS),
+    "an attention whose weights are buffers": Change(
+        in_layers(put_attention_of_buffers, LAST), FOREIGN, FOREIGN, OTHERS
     ),
-    "forwards that were removed": unpatched(remove_forwards),
-    "an attention of one's own": foreign(in_layers(put_own_attention, slice(1, 2))),
-    "attention of one's own": foreign(in_layers(put_own_attention, slice(None))),
-    "an attention whose weights are buffers": foreign(in_layers(put_attention_of_buffers, slice(1, 2))),
-    "layers of one's own": foreign(put_own_layers),
+    "layers of one's own": Change(put_own_layers, FOREIGN, FOREIGN, OTHERS),
     "a layer of another model": Change(move_a_layer_here, MOVED, MOVED, ("alibi", "t5")),
     "the first layer is dropped": Change(
         lambda model: model.model.layers.pop(0), FIRST_LAYER, FIRST_LAYER, ("sinusoidal", "learned")
     ),
-    "a stock base": exchanged(exchange_the_base, "uses its stock positions, but its config|no scheme to save"),
-    "a patched base": exchanged(exchange_the_base_for_a_patched_one, "LlamaModel was exchanged|not saved or exported"),
+    "a stock base": Change(
+        exchange_the_base, EXCHANGED, "uses its stock positions, but its config|no scheme to save", ("alibi",)
+    ),
+    "a patched base": Change(
+        lambda model: exchange_the_base(model, "t5"),
+        EXCHANGED,
+        "LlamaModel was exchanged|not saved or exported",
+        ("alibi",),
+    ),
 }
 CELLS = [(name, scheme) for name, change in CHANGES.items() for scheme in change.schemes]
 

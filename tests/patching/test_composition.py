@@ -28,7 +28,6 @@ from hf_posenc.schemes.config import OuterConfig
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
-torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5
@@ -110,14 +109,12 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
 @torch.no_grad()
 def test_local_and_global_layers_are_told_apart_by_the_model():
     """Cohere 2 rotates in local layers only, which is the preset; Gemma 3 rotates everywhere."""
-    row, model = ARCHITECTURES["cohere2_interleaved"], patched("cohere2_interleaved", None)
-    stock = outputs(model, row, tokens())
-    patch_model(model, LocalGlobalConfig())
-    assert distance(outputs(model, row, tokens()), stock) <= CLOSE
-    row, model = ARCHITECTURES["gemma3_two_rotaries"], patched("gemma3_two_rotaries", None)
-    stock = outputs(model, row, tokens())
-    patch_model(model, LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6)))
-    assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+    both = LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6))
+    for name, config in (("cohere2_interleaved", LocalGlobalConfig()), ("gemma3_two_rotaries", both)):
+        row, model = ARCHITECTURES[name], patched(name, None)
+        stock = outputs(model, row, tokens())
+        patch_model(model, config)
+        assert distance(outputs(model, row, tokens()), stock) <= CLOSE
 
 
 def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():

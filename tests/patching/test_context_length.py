@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ from hf_posenc import (
     RandomizedConfig,
     RopeConfig,
     SequenceLengthError,
-    UnsupportedError,
     YarnScaling,
     extend_context,
     inspect_model,
@@ -37,8 +37,6 @@ from tests.checkpoint.checkpoint_cases import t5
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
-
-torch.set_num_threads(1)
 
 NATIVE, LONG = 64, 150
 
@@ -60,6 +58,8 @@ def test_a_tokenizer_follows_a_scheme_that_is_made_for_longer_texts() -> None:
     assert own.model_max_length == model.config.max_position_embeddings == 4 * NATIVE
     # Somebody has set another length.
     assert short.model_max_length == NATIVE // 2
+    with pytest.raises(TypeError, match="no model_max_length"):
+        extend_context(model, object(), length=128)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,15 @@ def test_a_model_whose_config_states_no_length_gives_it_to_the_tokenizer() -> No
     assert model(input_ids=ids, decoder_input_ids=ids).logits.shape[1] == LONG
 
 
-def test_a_length_may_be_changed_again_and_outlives_the_scheme() -> None:
+def test_a_length_may_be_changed_again_and_outlives_a_look_at_the_stock_model_and_the_scheme() -> None:
     model = patched("bert", "alibi")
     for length in (128, 256, NATIVE, 200):
         extend_context(model, length=length)
         assert model.config.max_position_embeddings == length
+    twin = copy.deepcopy(model)
+    unpatch_model(twin)
+    assert twin.config.max_position_embeddings == NATIVE
+    assert inspect_model(model).native == native_scheme(twin).to_dict()
     patch_model(model, "kerple")
     assert model.config.max_position_embeddings == 200
     patch_model(model, LearnedConfig(num_positions=100))
@@ -127,15 +131,6 @@ def test_a_length_may_be_changed_again_and_outlives_the_scheme() -> None:
     assert model.config.max_position_embeddings == NATIVE
     unpatch_model(model)
     assert model.config.to_dict() == ARCHITECTURES["bert"].build().config.to_dict()
-
-
-def test_a_look_at_the_stock_model_keeps_the_length() -> None:
-    model = extend_context(patched("bert", "alibi"), length=200)
-    assert inspect_model(model).native == native_scheme(ARCHITECTURES["bert"].build()).to_dict()
-    assert model.config.max_position_embeddings == 200
-    twin = copy.deepcopy(model)
-    unpatch_model(twin)
-    assert (twin.config.max_position_embeddings, model.config.max_position_embeddings) == (NATIVE, 200)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +164,6 @@ def test_the_longest_length_that_is_saved_is_loaded(architecture: str, tmp_path:
         longest -= 2
     extend_context(model, length=longest).save_pretrained(tmp_path)
     assert context_length(type(model).from_pretrained(tmp_path)) == longest
-
-
-def test_what_cannot_be_extended_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"'learned.*patch_model\(model, scheme, part='text'\) first"):
-        extend_context(ARCHITECTURES["bert"].build(), length=128)
-    model = patched("bert", "alibi")
-    with pytest.raises(TypeError, match="no model_max_length"):
-        extend_context(model, object(), length=128)
-    assert model.config.max_position_embeddings == NATIVE
 
 
 LLAMA3 = {
@@ -222,19 +208,21 @@ def test_a_patch_states_what_the_scheme_reaches_or_was_made_for(
     assert model.config.max_position_embeddings == NATIVE
 
 
+def warned(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in recwarn if "was not trained on" in str(one.message)]
+
+
 def test_a_rotation_past_its_lengths_is_warned_of_and_others_are_not(recwarn: pytest.WarningsRecorder) -> None:
-    model = patched("llama_gqa", "rope")
-    with pytest.warns(UserWarning, match=r"made for 64 tokens. With 256 tokens.*factor=4, original_max_positions=64"):
-        extend_context(model, length=256)
+    extend_context(patched("llama_gqa", "rope"), length=256)
+    (message,) = warned(recwarn)
+    assert re.search(r"made for 64 tokens. With 256 tokens.*factor=4, original_max_positions=64", message)
     recwarn.clear()
-    extend_context(patched("llama_gqa", RopeConfig(scaling=YarnScaling(4.0, 64))), length=256)
-    for scheme in (
-        "alibi",
-        hf_posenc.ReRopeConfig(window=32),
-        hf_posenc.RopeConfig(scaling=hf_posenc.DynamicScaling(2.0, 64)),
-    ):
+    yarn, dynamic = (RopeConfig(scaling=one) for one in (YarnScaling(4.0, 64), hf_posenc.DynamicScaling(2.0, 64)))
+    for scheme in (yarn, "alibi", hf_posenc.ReRopeConfig(window=32), dynamic):
         extend_context(patched("llama_gqa", scheme), length=256)
-    assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
+    # A rotation in windows reaches any length.
+    extend_context(patched("mistral_sliding", "native"), length=4096)
+    assert not warned(recwarn)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
@@ -248,18 +236,10 @@ def test_options_of_a_shorter_text_are_warned_of(
     windows = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]} if "Gemma" in name else {}
     model = tiny(name, max_position_embeddings=64, **windows)
     extend_context(model, length=256, method=method)
-    assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
+    assert not warned(recwarn)
     extend_context(model, length=4096)
-    warned = [str(warning.message) for warning in recwarn if "was not trained on" in str(warning.message)]
-    assert [
-        message.startswith(f"The rotation of '{'rope' if method == 'yarn' else method}(") for message in warned
-    ] == [True] * is_too_short
-
-
-def test_a_rotation_in_windows_reaches_any_length(recwarn: pytest.WarningsRecorder) -> None:
-    model = patch_model(tiny("MistralForCausalLM", max_position_embeddings=64, sliding_window=16), "native")
-    extend_context(model, length=4096)
-    assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
+    begin = f"The rotation of '{'rope' if method == 'yarn' else method}("
+    assert [message.startswith(begin) for message in warned(recwarn)] == [True] * is_too_short
 
 
 @pytest.mark.parametrize(("name", "field"), [

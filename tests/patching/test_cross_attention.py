@@ -30,7 +30,7 @@ from hf_posenc.export.export_model import export_model
 from hf_posenc.recipes import swap_scheme
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from tests.export.models import visible
-from tests.fresh import run_fresh
+from tests.matrix.running import drawn
 from tests.patching.audio.whisper import WHISPER
 
 #: Sums in another order, in float32.
@@ -112,8 +112,7 @@ def test_decoding_is_the_full_forward(name: str, cross: Any) -> None:
     model, stock = model_of(name), logits_of(model_of(name))
     patch_model(model, "native", cross_attention=cross)
     if cross == "t5":
-        with torch.no_grad():
-            next(model.position_encoding.stacks["decoder"].groups[-1].parameters()).normal_()
+        drawn(model)
     full = logits_of(model)
     assert (full - stock).abs().max() > 1e-3
     assert torch.allclose(step_by_step(model), full, atol=TOLERANCE)
@@ -132,10 +131,7 @@ def test_every_scheme_is_computed_or_refused() -> None:
             patch_model(model, "rope", cross_attention=scheme)
         except (UnsupportedError, ValueError):
             continue
-        with torch.no_grad():
-            for weight in model.position_encoding.parameters():
-                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.3)
-        full = logits_of(model)
+        full = logits_of(drawn(model, std=0.3))
         assert torch.allclose(step_by_step(model), full, atol=TOLERANCE), scheme
         padded = logits_of(model, input_ids=torch.cat((padding, SOURCE), 1), attention_mask=mask)
         assert torch.allclose(padded, full, atol=TOLERANCE), scheme
@@ -227,22 +223,10 @@ def test_gradient_checkpointing_and_compilation() -> None:
         assert torch.allclose(compiled(**calls).logits, model(**calls).logits, atol=1e-5)
 
 
-LOAD = """
-import sys, torch, transformers, hf_posenc
-model = transformers.BartForConditionalGeneration.from_pretrained(sys.argv[1]).eval()
-with torch.no_grad():
-    logits = model(input_ids=torch.arange(2, 14)[None], decoder_input_ids=torch.arange(3, 10)[None]).logits
-torch.save(logits, sys.argv[1] + "/logits.pt")
-"""
-
-
 def test_saved_loaded_copied_and_undone(tmp_path: Path) -> None:
     stock = model_of()
     before, names = logits_of(stock), set(stock.state_dict())
-    model = patch_model(model_of(), "rope", cross_attention=T5Config())
-    with torch.no_grad():
-        for weight in model.position_encoding.parameters():
-            weight.normal_()
+    model = drawn(patch_model(model_of(), "rope", cross_attention=T5Config()))
     logits = logits_of(model)
     assert model.position_encoding.config == CrossAttentionConfig(RopeConfig(), T5Config())
     assert "decoder: " in str(model.position_encoding.report)
@@ -251,11 +235,8 @@ def test_saved_loaded_copied_and_undone(tmp_path: Path) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits_of(other), logits)
     model.save_pretrained(tmp_path)
-    done = run_fresh(LOAD, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits)
-    encoder = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    assert torch.equal(logits_of(encoder.eval()), logits)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert torch.equal(logits_of(loaded.eval()), logits)
     patch_model(model, model.position_encoding.config)
     assert torch.equal(logits_of(model), logits)
     unpatch_model(model)
@@ -347,10 +328,7 @@ def test_a_gradual_swap_would_lose_the_scheme_and_is_refused() -> None:
 
 @pytest.mark.parametrize("moved", ["layers", "cross-attention"])
 def test_what_was_moved_is_not_saved_and_keeps_its_parameters(moved: str) -> None:
-    model = patch_model(model_of(), "rope", cross_attention=T5Config(shared=False))
-    with torch.no_grad():
-        for weight in model.position_encoding.parameters():
-            weight.normal_()
+    model = drawn(patch_model(model_of(), "rope", cross_attention=T5Config(shared=False)))
     first, second = model.model.decoder.layers
     if moved == "layers":
         model.model.decoder.layers = torch.nn.ModuleList([second, first])
@@ -365,41 +343,30 @@ def test_what_was_moved_is_not_saved_and_keeps_its_parameters(moved: str) -> Non
     assert torch.equal(logits_of(model), expected)
 
 
-def bare(layer: Any) -> torch.nn.Module:
-    return type(layer)(32, 4, is_decoder=True, config=layer.config, layer_idx=1)
-
-
-def another(layer: Any) -> torch.nn.Module:
-    return torch.nn.Linear(32, 32)
-
-
-def moved(layer: Any) -> torch.nn.Module:
-    return patch_model(model_of(), "rope", cross_attention="alibi").model.decoder.layers[1].encoder_attn
+IN_BART = "model.decoder.layers.1.encoder_attn"
 
 
 @pytest.mark.parametrize(
-    ("put", "reason"),
+    ("name", "path", "put", "reason"),
     [
-        (bare, "has no position encoding"),
-        (another, "took the place of an attention"),
-        (moved, "moved here from another"),
+        ("BartForConditionalGeneration", IN_BART, lambda stock, _: stock, "has no position encoding"),
+        ("BartForConditionalGeneration", IN_BART, lambda *_: torch.nn.Linear(32, 32), "took the place of an attention"),
+        ("BartForConditionalGeneration", IN_BART, lambda _, moved: moved, "moved here from another"),
+        # In a module of its own.
+        (
+            "T5ForConditionalGeneration",
+            "decoder.block.1.layer.1.EncDecAttention",
+            lambda stock, _: stock,
+            "has no position encoding",
+        ),
     ],
 )
-def test_cross_attention_that_was_exchanged_is_refused(put: Any, reason: str) -> None:
-    model = patch_model(model_of(), "rope", cross_attention="alibi")
+def test_cross_attention_that_was_exchanged_is_refused(name: str, path: str, put: Any, reason: str) -> None:
+    model, other = (patch_model(model_of(name), "rope", cross_attention="alibi") for _ in range(2))
     logits_of(model)
-    layer = model.model.decoder.layers[1]
-    layer.encoder_attn = put(layer.encoder_attn)
+    stock, moved = (one.get_submodule(path) for one in (model_of(name), other))
+    model.set_submodule(path, put(stock, moved))
     with pytest.raises(UnsupportedError, match=reason):
-        logits_of(model)
-
-
-def test_cross_attention_in_a_module_of_its_own_is_watched() -> None:
-    model = patch_model(model_of("T5ForConditionalGeneration"), "rope", cross_attention="alibi")
-    logits_of(model)
-    stock = model_of("T5ForConditionalGeneration")
-    model.decoder.block[1].layer[1].EncDecAttention = stock.decoder.block[1].layer[1].EncDecAttention
-    with pytest.raises(UnsupportedError, match="has no position encoding"):
         logits_of(model)
 
 

@@ -14,7 +14,7 @@ from transformers import EncoderDecoderConfig, EncoderDecoderModel
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from tests.integrations.subject import NEW_TOKENS, argmax_decoding, left_padded
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, strengthen, tokens
+from tests.matrix.running import distance, outputs, patched, placed, tokens
 from tests.models import tiny_config
 from tests.thinning import in_turn, mostly_slow
 
@@ -130,8 +130,7 @@ def test_weights_that_are_kept_elsewhere_come_when_they_are_needed(scheme: Any, 
     model = patched("llama_gqa", None if offloaded_first else scheme)
     cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
     if offloaded_first:
-        torch.manual_seed(7)
-        strengthen(patch_model(model, scheme))
+        placed(model, scheme)
     else:
         assert any(parameter.is_meta for parameter in model.position_encoding.parameters())
     assert distance(model(tokens()).logits, expected) <= 1e-6

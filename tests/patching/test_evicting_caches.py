@@ -210,7 +210,7 @@ class _Kept(DynamicLayer):
     def __init__(self, owner: _OwnCache) -> None:
         super().__init__()
         self.owner, self.seen = owner, 0
-        self.third = 1 + len(owner.layers) * owner.by_layer
+        self.third = 1 + len(owner.layers) * owner.states
         self.positions = torch.zeros(0, dtype=torch.long)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -234,13 +234,12 @@ class _OwnCache(Cache):
     """A cache of somebody else.
 
     Args:
-        states: whether its layers state the positions of their keys.
+        states: whether its layers state the positions of their keys, and drop tokens of their own.
         counts_all: whether its length is the number of all tokens, or of those that it holds.
-        by_layer: whether each layer drops tokens of its own.
     """
 
-    def __init__(self, states: bool, counts_all: bool, by_layer: bool = False) -> None:
-        self.states, self.counts_all, self.by_layer = states, counts_all, by_layer
+    def __init__(self, states: bool, counts_all: bool) -> None:
+        self.states, self.counts_all = states, counts_all
         super().__init__(layer_class_to_replicate=lambda: _Kept(self))  # type: ignore[arg-type]
 
 
@@ -257,33 +256,28 @@ def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
     return torch.cat(steps, 1)
 
 
-@pytest.mark.parametrize("counts_all", [False, True])
-@pytest.mark.parametrize(
-    ("scheme", "states"), [*((scheme, True) for scheme in ("rope", "alibi", "t5", "shaw", "none")), ("rope", False)]
-)
-@torch.no_grad()
-def test_any_cache_may_state_the_positions_of_its_keys(scheme: str, states: bool, counts_all: bool) -> None:
-    """Keys of a rotation carry theirs."""
-    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
-    expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
-    cache = _OwnCache(states, counts_all)
-    assert distance(with_own_cache(model, ids, cache), expected) <= CLOSE
-    assert cache.layers[0].keys.shape[2] < LENGTH
-
-
 def giving(mask: Tensor) -> Callable[..., Any]:
     """A forward pre-hook that gives a layer a mask of its own."""
     return lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask})
 
 
 @pytest.mark.parametrize("counts_all", [False, True])
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", {"scheme": "rerope", "window": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "states"),
+    [
+        *((scheme, True) for scheme in ("rope", "alibi", "t5", "shaw", "none", {"scheme": "rerope", "window": 3})),
+        # Keys of a rotation carry their positions.
+        ("rope", False),
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_layers_may_hold_different_tokens(scheme: Any, counts_all: bool) -> None:
-    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
-    found = with_own_cache(model, ids, _OwnCache(True, counts_all, by_layer=True))
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.register_forward_pre_hook(giving(without_third(1 + index)), with_kwargs=True)
+def test_any_cache_may_state_the_positions_of_its_keys(scheme: Any, states: bool, counts_all: bool) -> None:
+    model, ids, cache = patched("llama_gqa", scheme), tokens(2, LENGTH), _OwnCache(states, counts_all)
+    found = with_own_cache(model, ids, cache)
+    assert cache.layers[0].keys.shape[2] < LENGTH
+    for layer, kept in zip(model.model.layers, cache.layers, strict=True):
+        layer.self_attn.register_forward_pre_hook(giving(without_third(kept.third)), with_kwargs=True)
     assert distance(found, model(ids, use_cache=False).logits) <= CLOSE
 
 

@@ -44,6 +44,10 @@ def llama(**options: Any) -> PreTrainedModel:
     return tiny("LlamaForCausalLM", max_position_embeddings=64, **options).eval()
 
 
+def whisper() -> PreTrainedModel:
+    return tiny_model(pair_named("audio-text-whisper"))
+
+
 def ids(length: int) -> torch.Tensor:
     return torch.arange(length).unsqueeze(0) % 32
 
@@ -79,11 +83,14 @@ def test_the_report_says_which_scaling_is_in_force_and_for_how_many_tokens() -> 
     assert plain[1].endswith("64 tokens; the scheme supports any length")
 
 
-def test_the_largest_distance_of_self_extend_stays_below_the_trained_length() -> None:
+def test_options_follow_from_the_lengths() -> None:
+    """The largest distance stays below the trained length, and windows are half of the one that a scaling reaches."""
     for length in (65, 100, 1000, 4096):
         config = extend_context(llama(), length=length, method="self_extend").position_encoding.config
         assert isinstance(config, SelfExtendConfig)
         assert config.window + length / config.group < 64
+    model = extend_context(llama(rope_parameters=YARN), length=512, method="rerope")
+    assert model.position_encoding.config.window == 128
 
 
 def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_keep_it() -> None:
@@ -177,11 +184,6 @@ def patch_with_yarn(model: PreTrainedModel) -> PreTrainedModel:
     return patch_model(model, NativeConfig(scaling=YarnScaling(8.0, 64)))
 
 
-def test_windows_are_half_of_the_length_that_a_scaling_reaches() -> None:
-    model = extend_context(llama(rope_parameters=YARN), length=512, method="rerope")
-    assert model.position_encoding.config.window == 128
-
-
 def test_a_factor_reaches_the_length_that_it_was_made_from() -> None:
     for trained, length in ((1000, 1001), (200_000, 333_333), (1_000_000, 1_000_001)):
         assert YarnScaling(length / trained, trained).made_for(None) == length
@@ -232,6 +234,16 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
         (lambda: tiny("BertModel"), {}, UnsupportedError, "swap_scheme"),
         (lambda: tiny("GPT2LMHeadModel"), {"method": None}, UnsupportedError, "patch_model.*swap_scheme"),
         (lambda: tiny("ViTModel"), {"method": None}, UnsupportedError, "reads images"),
+        (whisper, {"method": None, "part": "audio"}, UnsupportedError, "part='audio'.* parts 'audio', 'text'"),
+        (whisper, {"method": None}, UnsupportedError, "part='text'.* parts 'audio', 'text'"),
+        (whisper, {"method": None, "part": "vision"}, UnknownNameError, "Known: audio, text"),
+        *(
+            (lambda: patch_model(whisper(), "rope", part="text"), {"method": None, "part": part}, error, message)
+            for part, error, message in (
+                ("audio", UnsupportedError, "change a rotation"),
+                ("sound", UnknownNameError, "audio"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_extended_is_refused_and_nothing_changes(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from hf_posenc.patching.place import generation
-from hf_posenc.patching.place.generation import GenerateCall
 from hf_posenc.schemes import AlibiConfig, NoneConfig, RopeConfig, ScheduleConfig, SelfExtendConfig
 
 from ..matrix.running import patched, tokens
@@ -54,49 +52,21 @@ def test_an_early_exit_that_fails_leaves_the_model_as_deep_as_it_was(error: Base
     assert torch.equal(continued(model, ids), expected)
 
 
-def refuse_beams(call: GenerateCall) -> None:
-    if (call.setting("num_beams") or 1) > 1:
-        raise UnsupportedError(f"{call.encoding.config.name} refuses beams.")
-
-
-def test_a_check_runs_before_anything_else_and_sees_every_way_to_set_an_option(monkeypatch: Any) -> None:
-    monkeypatch.setattr(generation, "CHECKS", [refuse_beams])
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 5)
-    ran = []
-    model.model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with_beams = copy.deepcopy(model.generation_config)
-    with_beams.num_beams = 2
-    for arguments in ({"num_beams": 2}, {"generation_config": with_beams}):
-        with pytest.raises(UnsupportedError, match="alibi refuses beams"):
-            model.generate(ids, **arguments)
-    model.generation_config.num_beams = 2
-    with pytest.raises(UnsupportedError, match="alibi refuses beams"):
-        model.generate(ids)
-    assert not ran
-    unpatch_model(model)
-    continued(model, ids)
-    assert ran
-
-
 def test_a_generate_that_somebody_set_is_called_and_stays() -> None:
     model, ids = patched("llama_gqa", None), tokens(1, 5)
     seen = []
-    own = model.generate
 
-    def before(*args: Any, **kwargs: Any) -> Any:
-        seen.append("before")
-        return own(*args, **kwargs)
+    def noted(inner: Any, word: str) -> Any:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            seen.append(word)
+            return inner(*args, **kwargs)
 
-    model.generate = before
+        return generate
+
+    model.generate = noted(model.generate, "before")
     patch_model(model, "alibi")
     continued(model, ids)
-    inner = model.generate
-
-    def behind(*args: Any, **kwargs: Any) -> Any:
-        seen.append("behind")
-        return inner(*args, **kwargs)
-
-    model.generate = behind
+    model.generate = behind = noted(model.generate, "behind")
     expected = continued(model, ids)
     assert torch.equal(continued(patch_model(model, AlibiConfig()), ids), expected)
     assert seen == ["before", *["behind", "before"] * 2]
@@ -138,21 +108,23 @@ def test_a_generated_token_with_the_id_of_the_padding_is_a_token_for_an_assistan
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 3}, {"assistant_model": 1}],
-    ids=lambda asked: next(iter(asked)),
+    "name", ["prompt_lookup_num_tokens", "assistant_early_exit", "prefill_chunk_size", "assistant_model"]
 )
-def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, Any]) -> None:
-    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    (name,) = asked
-    if name == "assistant_model":
-        asked = {name: patched("llama_gqa", None)}
-    ran = []
+def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(name: str) -> None:
+    """However it is asked for, and before the model is run."""
+    model, ids, ran = patched("llama_gqa", "normalized_integer"), tokens(1, 8), []
+    ways: list[dict[str, Any]] = [{name: patched("llama_gqa", None) if name == "assistant_model" else 1}]
+    plain = model.generation_config
+    if name != "assistant_model":
+        model.generation_config = GenerationConfig(**ways[0])
+        ways += [{"generation_config": model.generation_config}, {}]
     hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
-        continued(model, ids, **asked)
+    for asked in ways:
+        with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
+            continued(model, ids, **asked)
     hook.remove()
     assert not ran
+    model.generation_config = plain
     assert continued(model, ids).shape == (1, 16)
 
 

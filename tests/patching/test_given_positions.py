@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,42 +65,33 @@ def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, 
     return outputs(without_positions(architecture), ARCHITECTURES[architecture], ids, attention_mask=mask, **cache)
 
 
-def causal(length: int = LENGTH) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).tril()
+def same_document(positions: Tensor) -> Tensor:
+    """Transformers separates documents wherever positions do not go on by one."""
+    document = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    return (document.unsqueeze(1) == document.unsqueeze(2)).unsqueeze(1)
+
+
+EVERYTHING = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+#: An architecture, how it is called, and the pairs that see each other at some positions. Llama separates documents if
+#: it has no cache.
+CALLS: dict[str, tuple[str, dict[str, bool], Callable[[Tensor], Tensor]]] = {
+    "a decoder": ("llama_gqa", {"use_cache": True}, lambda _: EVERYTHING.tril()),
+    "documents": ("llama_gqa", {"use_cache": False}, lambda positions: EVERYTHING.tril() & same_document(positions)),
+    "an encoder": ("bert", {}, lambda _: EVERYTHING),
+}
 
 
 @pytest.mark.parametrize(
-    ("way", "scheme"), in_turn([*itertools.product(POSITIONS, BACKENDS)], DISTANCE_BIASES), ids=str
+    ("way", "scheme"), in_turn([*itertools.product(POSITIONS, CALLS, BACKENDS)], DISTANCE_BIASES), ids=str
 )
 @torch.no_grad()
-def test_a_decoder(way: tuple[str, str], scheme: Any) -> None:
-    """With a cache, that is, where stock Llama lets every token see all earlier ones whatever their positions."""
-    kind, backend = way
-    model, ids = patched("llama_gqa", scheme, attn_implementation=backend), tokens(2, LENGTH)
-    found = model(ids, position_ids=POSITIONS[kind], use_cache=True).logits
-    assert distance(found, reference(model, "llama_gqa", ids, POSITIONS[kind], causal())) <= CLOSE
-
-
-@pytest.mark.parametrize(("kind", "scheme"), in_turn(POSITIONS, ["alibi", "t5"]))
-@torch.no_grad()
-def test_an_encoder(scheme: Any, kind: str) -> None:
-    """Which sees all tokens in both directions."""
-    model, ids = patched("bert", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
-    found = model(ids, position_ids=POSITIONS[kind]).logits
-    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    assert distance(found, reference(model, "bert", ids, POSITIONS[kind], visible)) <= CLOSE
-
-
-@pytest.mark.parametrize(("kind", "backend"), in_turn(POSITIONS, BACKENDS))
-@torch.no_grad()
-def test_documents_that_do_not_see_each_other(kind: str, backend: str) -> None:
-    """Without a cache transformers separates documents wherever positions do not go on by one."""
-    model, ids = patched("llama_gqa", "t5", attn_implementation=backend), tokens(2, LENGTH)
+def test_the_bias_is_that_of_every_pair_of_positions(way: tuple[str, str, str], scheme: Any) -> None:
+    kind, call, backend = way
+    architecture, options, visible = CALLS[call]
+    model, ids = patched(architecture, scheme, attn_implementation=backend), tokens(2, LENGTH)
     positions = POSITIONS[kind]
-    document = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-    visible = causal() & (document.unsqueeze(1) == document.unsqueeze(2))
-    found = model(ids, position_ids=positions, use_cache=False).logits
-    assert distance(found, reference(model, "llama_gqa", ids, positions, visible.unsqueeze(1))) <= CLOSE
+    found = outputs(model, ARCHITECTURES[architecture], ids, position_ids=positions, **options)
+    assert distance(found, reference(model, architecture, ids, positions, visible(positions))) <= CLOSE
 
 
 @pytest.mark.parametrize("scheme", ["t5", {"scheme": "alibi", "learnable": True}, "kerple"], ids=str)

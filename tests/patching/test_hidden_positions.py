@@ -36,13 +36,17 @@ def hidden_table() -> Any:
     return model
 
 
-def hidden_bias() -> Any:
-    """A model without positions, whose first attention layer forgets its input by its place."""
+def without_table() -> Any:
     model = patched("gpt2", None)
     model.transformer.wpe = nn.Sequential()
     model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=model.dtype)
-    value = model.transformer.h[0].attn.c_attn
-    value.__class__ = Fading
+    return model
+
+
+def hidden_bias() -> Any:
+    """A model without positions, whose first attention layer forgets its input by its place."""
+    model = without_table()
+    model.transformer.h[0].attn.c_attn.__class__ = Fading
     return model
 
 
@@ -110,9 +114,7 @@ def test_architectures_without_positions_are_patched_as_before(model_type: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_causal_model_without_any_positions_has_none(dtype: torch.dtype) -> None:
     """Its second layer knows the order from the causal mask."""
-    model = patched("gpt2", None).to(dtype)
-    model.transformer.wpe = nn.Sequential()
-    model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=dtype)
+    model = without_table().to(dtype)
     assert native_scheme(model).name == "none"
     patch_model(model, "alibi")
 
@@ -135,11 +137,13 @@ def test_models_of_several_choices_are_run_on_questions_with_choices(name: str) 
 
 
 class Rotating(LlamaAttention):
-    """Rotates without the rotary function of transformers, as a forward of one's own does."""
+    """Rotates without the rotary function of transformers, and has a name of its own for the cache."""
 
     rotates_by_itself = True
 
-    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, memory: Any = None, **_: Any
+    ) -> Any:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         project = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in project)
@@ -148,6 +152,8 @@ class Rotating(LlamaAttention):
             query, key = (one * cosine + rotate_half(one) * sine for one in (query, key))
         else:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if memory is not None:
+            key, value = memory.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0)
         return self.o_proj(output.flatten(-2)), weights
@@ -215,6 +221,12 @@ def with_foreign_attention() -> Any:
     return model
 
 
+def with_shared_attention() -> Any:
+    model = llama()
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    return model
+
+
 def with_layers_of_torch(model: Any, first: int) -> Any:
     for index in range(first, 2):
         model.base_model.layers[index] = OfTorch(model.config.hidden_size)
@@ -251,6 +263,7 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "layer": (lambda: llama("model.layers.1", Layer), r"input of layers\.1\.self_attn depends on the position"),
     "embeddings": (lambda: llama("model.embed_tokens", Numbering), FIRST_INPUT),
     "outside": (lambda: llama("", Outside), FIRST_INPUT),
+    "shared attention": (with_shared_attention, "used in several layers"),
     "function": (with_own_function, r"The attention function 'own_function' was registered by other code"),
 }
 TRIED = [("none", torch.float32), ("alibi", torch.bfloat16), ("native", torch.float32)]
@@ -266,6 +279,9 @@ def test_hidden_positions_are_refused(hidden: str, tried: tuple[str, torch.dtype
         patch_model(model, scheme)
     assert not hasattr(model, "position_encoding")
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    # Two of these models come with forwards of their own.
+    forwards = {path for path, module in model.named_modules() if "forward" in module.__dict__}
+    assert forwards <= {"transformer.wpe", "decoder.embed_positions"}
 
 
 def test_the_forward_of_a_class_that_other_code_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

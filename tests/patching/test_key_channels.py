@@ -15,7 +15,6 @@ from hf_posenc.attention.key_channels import append_features, num_channels, spli
 from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
-from hf_posenc.schemes.features import joined, separated
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.registry import as_scheme
 from tests.kits.decoding import decoded
@@ -23,7 +22,6 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import in_turn
 
-torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
 
 
@@ -75,53 +73,33 @@ def test_what_query_heads_share_is_cached_once(label: str, dtype: torch.dtype) -
     assert {page_width(layer, dtype) for layer in layers_of(model.position_encoding, TEXT)} == {width}
 
 
-class SharedBias(PairwiseBias):
-    """Slopes that depend on two numbers of each key: one of its head, and one of each query head that reads it."""
-
-    num_features = 2
-    num_shared_features = 1
-
-    def key_features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Of 2 key heads and 6 query heads, the first numbers of the input."""
-        return joined(*(hidden_states[..., :count].transpose(1, 2).unsqueeze(-1) for count in (6, 2)))
-
-    def forward(self, pairs: AttentionPairs) -> torch.Tensor:
-        """`(batch, 6, query_len, key_len)`."""
-        own, shared = separated(pairs.key_features, 1, 1)
-        slopes = own + 2 * shared.repeat_interleave(3, dim=1)
-        return pairs.steps.unsqueeze(1) * slopes.squeeze(-1).unsqueeze(-2)
-
-
-def pairs_for(bias: PairwiseBias, hidden_states: torch.Tensor, queries: slice = slice(None)) -> AttentionPairs:
+def pairs_for(bias: PairwiseBias, hidden_states: torch.Tensor) -> AttentionPairs:
     length = hidden_states.shape[1]
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, length, 8, generator=generator) for heads in (6, 2))
-    slots = torch.arange(length)[queries]
-    positions = Positions(torch.arange(length).unsqueeze(0), torch.tensor([[length]]))
-    features = bias.key_features(hidden_states)
-    return AttentionPairs(query[:, :, queries], key, slots, positions, 0.3, hidden_states[:, queries], features)
+    slots = torch.arange(length)
+    positions = Positions(slots.unsqueeze(0), torch.tensor([[length]]))
+    return AttentionPairs(query, key, slots, positions, 0.3, hidden_states, bias.key_features(hidden_states))
 
 
-def featured_biases() -> dict[str, PairwiseBias]:
-    """Each kind of features: of query heads, of key heads, and of both."""
-    context = BuildContext(num_heads=6, num_key_value_heads=2, head_dim=8, hidden_size=48, causal=True)
-    built = {name: as_scheme(name).build(context).logit_bias for name in ("forget_gate", "selective_rope")}
-    return built | {"shared": SharedBias()}
+#: One in three orders of two biases with features of query heads and two with features of key heads.
+ORDERS = [*itertools.permutations(("forget_gate", "grape_ap", "selective_rope", "grape_m"))][::3]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(("forget_gate", "selective_rope", "shared"))))
+@pytest.mark.parametrize("order", ORDERS)
 @torch.no_grad()
 def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...]) -> None:
     hidden = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
-    found = featured_biases()
-    parts = [found[name] for name in order]
+    context = BuildContext(num_heads=6, num_key_value_heads=2, head_dim=8, hidden_size=48, causal=True)
+    parts: list[Any] = [as_scheme(name).build(context).logit_bias for name in order]
     alone = [part(pairs_for(part, hidden)) for part in parts]
     nested = SummedPairwiseBias([parts[0], SummedPairwiseBias(parts[1:])])
-    assert (nested.num_features, nested.num_shared_features) == (1 + 4 + 2, 4 + 1)
+    features = (nested.num_features, nested.num_shared_features)
+    assert features == (sum(part.num_features for part in parts), 4 + 1)
     for total in (SummedPairwiseBias(parts), nested):
         torch.testing.assert_close(total(pairs_for(total, hidden)), sum(alone), rtol=1e-5, atol=1e-5)
     blend = SummedPairwiseBias({"old": parts[0], "new": SummedPairwiseBias(parts[1:])}, strength=0.25)
-    expected = 0.75 * alone[0] + 0.25 * (alone[1] + alone[2])
+    expected = 0.75 * alone[0] + 0.25 * sum(alone[1:])
     torch.testing.assert_close(blend(pairs_for(blend, hidden)), expected, rtol=1e-5, atol=1e-5)
 
 

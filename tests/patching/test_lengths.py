@@ -52,9 +52,8 @@ def test_packed_documents_are_refused_where_a_part_beside_the_segments_goes_by_t
         model(_with_separators(), position_ids=DOCUMENTS, use_cache=False)
 
 
-@pytest.mark.parametrize("compiling", [False, True])
 @torch.no_grad()
-def test_a_cache_without_the_separators_it_holds_is_refused(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_the_separators_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where compiled decoding leaves the question to parts that must ask it: the length is a tensor there."""
     with pytest.warns(UserWarning, match="on tokens that a cache does not store"):
         model = patch_model(patched("llama_gqa", None), SEPARATED)
@@ -62,7 +61,7 @@ def test_a_cache_without_the_separators_it_holds_is_refused(compiling: bool, mon
     cached = model(ids, use_cache=True).past_key_values
     with pytest.raises(UnsupportedError, match="among the 12 cached tokens"):
         model(ids[:, :1], past_key_values=cached)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     state = ForwardState(query_length=1, offset=torch.tensor(12))
     with pytest.raises(UnsupportedError, match="among the 12 cached tokens"):
         check_cache(SEPARATED.build(BuildContext(32, 4, 8)).additive, state)

@@ -16,7 +16,6 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import mostly_slow
 
-torch.set_num_threads(1)
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 
 

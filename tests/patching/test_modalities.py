@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc import native_scheme, patch_model, unpatch_model
+from hf_posenc import patch_model
 from tests.architectures.checks import check_pair
 from tests.architectures.findings import Record
 from tests.architectures.inputs import call, inputs_for
@@ -168,16 +168,3 @@ def test_padded_frames_do_not_change_the_positions_of_others() -> None:
     mask = (torch.arange(length + 10) < length).long().unsqueeze(0)
     found = model(input_features=padded, attention_mask=mask)[0][:, :length]
     torch.testing.assert_close(found, model(input_features=frames)[0], atol=1e-5, rtol=1e-5)
-
-
-def test_trained_weights_of_a_bias_are_those_of_the_stock_model() -> None:
-    model = tiny_model(pair_named("audio-wav2vec2-bert"))
-    encoder = model.base_model.encoder
-    table = encoder.layers[0].self_attn.distance_embedding.weight
-    patch_model(model, native_scheme(model))
-    layers = range(len(encoder.layers))
-    adopted = [f"logit_bias: encoder.layers.{layer}.self_attn" for layer in layers]
-    assert model.position_encoding.report.stacks[0].adopted == adopted
-    assert not table.requires_grad
-    unpatch_model(model)
-    assert table.requires_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_posenc import (
     ClippedScaling,
     DynamicYarnScaling,
-    LinearScaling,
     LocalGlobalConfig,
     NativeConfig,
     ReRopeConfig,
@@ -21,7 +19,6 @@ from hf_posenc import (
     ScheduleConfig,
     UnsupportedError,
     YarnScaling,
-    native_scheme,
     patch_model,
     unpatch_model,
 )
@@ -58,15 +55,6 @@ def test_it_is_the_scaling_of_transformers_with_the_other_options_of_the_model()
     assert (config.theta, config.scaling) == (5e4, YARN)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
     assert (logits(built("LlamaForCausalLM", rope_parameters=stock)) - expected).abs().max() > 1e-3
-
-
-def test_it_takes_the_place_of_the_scaling_that_the_model_has() -> None:
-    model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "linear", "factor": 2.0})
-    own = native_scheme(model)
-    assert own.scaling == LinearScaling(2.0)
-    with pytest.warns(UserWarning, match="replaces the scaling that this model was trained with"):
-        patch_model(model, "native", scaling=YARN)
-    assert model.position_encoding.config == replace(own, scaling=YARN)
 
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "pad_token_id": 0}
@@ -197,18 +185,21 @@ def test_a_cache_grows_as_long_as_the_frequencies_of_each_row_stay(scaling: Any)
         model(ids[:, 5:6], position_ids=torch.full((2, 1), 30), past_key_values=cache)
 
 
-def test_a_swap_to_dynamic_yarn_moves_its_temperature_with_the_share() -> None:
-    """A blend has a power of the factor of each rotation, also where that depends on the length."""
-    losses = {}
-    for name, scaling in (("dynamic", DynamicYarnScaling(25)), ("constant", YarnScaling(4.0, 25))):
+def blended(model: Any, scaling: Any) -> None:
+    begin_blend(model, NativeConfig(scaling=scaling))
+    set_blend_strength(model, 0.3)
+
+
+def with_far_keys(model: Any, scaling: Any) -> None:
+    patch_model(model, ReRopeConfig(inner=RopeConfig(scaling=scaling), window=10))
+
+
+@pytest.mark.parametrize("place", [blended, with_far_keys])
+def test_a_temperature_of_the_length_is_that_of_a_text(place: Any) -> None:
+    """Where a blend has a power of the factor of each rotation, and where far keys are turned again."""
+    found = []
+    for scaling in (DynamicYarnScaling(25), YarnScaling(4.0, 25)):
         model = built("LlamaForCausalLM")
-        begin_blend(model, NativeConfig(scaling=scaling))
-        set_blend_strength(model, 0.3)
-        losses[name] = logits(model, 100)
-    torch.testing.assert_close(losses["dynamic"], losses["constant"], rtol=0, atol=1e-4)
-
-
-def test_far_keys_are_turned_again_at_the_temperature_of_the_text() -> None:
-    inner = [RopeConfig(scaling=scaling) for scaling in (DynamicYarnScaling(25), YarnScaling(4.0, 25))]
-    found = [logits(patch_model(built("LlamaForCausalLM"), ReRopeConfig(inner=one, window=10))) for one in inner]
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
+        place(model, scaling)
+        found.append(logits(model, 100))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
-from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.recipes import begin_blend, swap_scheme
+from hf_posenc import UnsupportedError
+from hf_posenc.recipes import begin_blend
 from hf_posenc.schemes import refusals
 from hf_posenc.schemes.needs import Environment, Need
 from tests.architectures.inputs import inputs_for
@@ -24,7 +23,7 @@ from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.kits.decoding import decoded
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.matrix.running import distance, patched, placed, tokens
 from tests.matrix.test_behaviour import CLOSE, SCHEMES
 from tests.models import tiny
 from tests.patching.test_continuous_batching import alone, batched, prompts
@@ -57,12 +56,7 @@ NEEDS = needs_of_schemes()
 
 
 def with_scheme(model: Any, scheme: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.manual_seed(7)
-        patch_model(model.eval(), (SCHEMES | OTHERS)[scheme])
-    strengthen(model)
-    return model
+    return placed(model.eval(), (SCHEMES | OTHERS)[scheme])
 
 
 def logits(model: Any, ids: Tensor = IDS, **inputs: Any) -> Tensor:
@@ -254,11 +248,3 @@ def test_a_scheme_is_refused_as_the_table_says_or_computed(scheme: str, name: st
         return
     found, expected = trial.run(scheme)
     assert torch.equal(found, expected) if trial.exact else distance(found, expected) <= CLOSE
-
-
-def test_the_swap_that_is_refused_changes_nothing() -> None:
-    model = with_scheme(tiny("LlamaForCausalLM"), "alibi")
-    before = logits(model)
-    with pytest.raises(UnsupportedError, match="A gradual swap cannot run"):
-        swap_scheme(model, "pope", gradual=True)
-    assert torch.equal(logits(model), before)

@@ -72,11 +72,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     # Names, options and layers
     ("llama_gqa", "alibbi", {}, "Did you mean 'alibi'"),
-    ("llama_gqa", "rope", {"thetta": 1.0}, "Did you mean 'theta'"),
-    ("llama_gqa", "rope", {"theta": -1.0}, "theta"),
     ("llama_gqa", "rope", {"rotary_dim": 6000}, "6000"),
-    ("llama_gqa", "rope", {"scaling": {"type": "yarnn", "factor": 2.0}}, "Did you mean 'yarn'"),
-    ("llama_gqa", "rope", {"scaling": {"type": "linear"}}, "needs the option factor"),
     ("llama_gqa", 3, {}, "Not a scheme"),
     ("llama_gqa", RopeConfig(), {"theta": 2.0}, "already a config"),
     ("llama_gqa", "alibi", {"layers": [5]}, "layers with self-attention are"),

@@ -15,26 +15,12 @@ from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from tests.kits.decoding import decoded
 from tests.matrix.running import patched, tokens
+from tests.patching.test_hidden_positions import Rotating
 from tests.thinning import in_turn
 
 
-class OwnAttention(modeling_llama.LlamaAttention):
-    """A layer of somebody's own: another name for the cache, and no annotation."""
-
-    def forward(self, states, phases, mask=None, memory=None, **kwargs):  # type: ignore[no-untyped-def]
-        shape = (*states.shape[:-1], -1, self.head_dim)
-        query, key, value = (one(states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
-        query, key = apply_rotary_pos_emb(query, key, *phases)
-        if memory is not None:
-            key, value = memory.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        output, weights = attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
-        return self.o_proj(output.reshape(*states.shape[:-1], -1).contiguous()), weights
-
-
-apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
-ALL_ATTENTION_FUNCTIONS = modeling_llama.ALL_ATTENTION_FUNCTIONS
-eager = modeling_llama.eager_attention_forward
+class OwnAttention(Rotating):
+    rotates_by_itself = False
 
 
 class OwnLayer(modeling_llama.LlamaDecoderLayer):

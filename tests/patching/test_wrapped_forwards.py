@@ -127,18 +127,6 @@ def test_a_question_about_a_stock_model_leaves_no_recorder_behind(hooked: bool) 
     assert torch.equal(run(patch_model(model, native_scheme(model))), stock)
 
 
-@pytest.mark.parametrize("call", [native_scheme, lambda model: patch_model(model, "alibi")])
-def test_layers_that_share_their_attention_are_told_so(call: Callable[[Any], Any]) -> None:
-    model = patched("llama_gqa", None)
-    model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    # Without a cache, in which the two layers have one place.
-    stock = run(model, use_cache=False)
-    with pytest.raises(UnsupportedError, match="used in several layers"):
-        call(model)
-    assert torch.equal(run(model, use_cache=False), stock)
-    assert not any("forward" in module.__dict__ for module in model.modules())
-
-
 def test_a_module_of_another_patched_model_is_refused() -> None:
     first, second = patched("llama_gqa", None), patched("llama_gqa", None)
     second.model.layers[1].self_attn = first.model.layers[1].self_attn

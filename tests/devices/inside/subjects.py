@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-from hf_posenc import patch_model
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import strengthen, tokens
+from tests.matrix.running import placed, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.models import tiny
 from tests.patching.audio.whisper import WHISPER, normal, stir
@@ -43,14 +41,9 @@ class Subject:
         Raises:
             PositionEncodingError: if it cannot take the scheme.
         """
-        with torch.device("cpu"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.device("cpu"):
             torch.manual_seed(0)
-            model = self.build().eval()
-            torch.manual_seed(7)
-            patch_model(model, SCHEMES[scheme], part=self.part)
-            strengthen(model)
-        return model
+            return placed(self.build().eval(), SCHEMES[scheme], part=self.part)
 
     def outputs(self, model: Any, device: str) -> Tensor:
         """The logits of the model on the CPU."""

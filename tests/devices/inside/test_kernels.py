@@ -6,18 +6,16 @@ states (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import PositionEncodingError
 from hf_posenc.attention import block_attention
 from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.forms import DistanceForm
+from tests.attention.fused import masks_of_kernels
 from tests.devices import kernels, spreading
 from tests.devices.inside.subjects import SCHEMES
 from tests.thinning import mostly_slow
@@ -48,13 +46,7 @@ def test_no_scheme_needs_plain_operators_where_stock_does_not(scheme: str, dtype
 @pytest.mark.parametrize("case", ["additive mask", "mask in float32", "autocast"])
 def test_layers_share_what_the_kernel_gets(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One matrix in the dtype of the kernel, without -inf, which a query that sees no key might not survive."""
-    given: list[Tensor] = []
-
-    def heard(*heads: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        given.append(attn_mask)
-        return scaled_dot_product_attention(*heads, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(block_attention, "scaled_dot_product_attention", heard)
+    given = masks_of_kernels(monkeypatch)
     form = DistanceForm(torch.full((2, 11), -20.0), 6, 6)
     of_mask = torch.float32 if case == "mask in float32" else torch.float16
     mask = None if case == "autocast" else torch.full((1, 1, 6, 6), torch.finfo(of_mask).min, dtype=of_mask)

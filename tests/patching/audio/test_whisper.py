@@ -9,7 +9,7 @@ import torch
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from hf_posenc import extend_context, native_scheme, patch_model, unpatch_model
-from hf_posenc.errors import SequenceLengthError, UnknownNameError, UnsupportedError
+from hf_posenc.errors import SequenceLengthError
 from tests.thinning import in_turn
 
 from .whisper import WHISPER, normal, output, stir
@@ -121,22 +121,3 @@ def test_generation_beyond_the_native_lengths(whisper: WhisperForConditionalGene
     full = whisper.generate(spectrogram(60), use_cache=False, **options)
     assert cached.shape[1] >= 40
     assert torch.equal(cached, full)
-
-
-@pytest.mark.parametrize(
-    ("patched", "part", "error", "message"),
-    [
-        (False, "audio", UnsupportedError, "part='audio'.* parts 'audio', 'text'"),
-        (False, None, UnsupportedError, "part='text'.* parts 'audio', 'text'"),
-        (False, "vision", UnknownNameError, "Known: audio, text"),
-        (True, "audio", UnsupportedError, "change a rotation"),
-        (True, "sound", UnknownNameError, "audio"),
-    ],
-)
-def test_the_length_of_a_part_without_a_scheme_is_refused_by_its_name(
-    whisper: WhisperForConditionalGeneration, patched: bool, part: str | None, error: type[Exception], message: str
-) -> None:
-    if patched:
-        patch_model(whisper, "rope", part="text")
-    with pytest.raises(error, match=message):
-        extend_context(whisper, length=24, part=part)

@@ -11,15 +11,12 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.models import SIZES
 from tests.versions import ONE_AXIS, since
 
 IMAGE = 3
 WORDS = 99
-_TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+_TEXT: dict[str, Any] = SIZES | {
     "num_key_value_heads": 2,
     "vocab_size": WORDS,
     "max_position_embeddings": 128,
@@ -27,14 +24,8 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_QWEN = {
-    "patch_size": 4,
-    "spatial_merge_size": 1,
-    "temporal_patch_size": 2,
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-}
+_QWEN = {"patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 2}
+_QWEN |= {"depth": 2, "hidden_size": 32, "num_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Composite:
                     parameter.normal_(0.0, 0.3)
         return model
 
-    def prompt(self, before: int = 2, after: int = 4, images: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    def prompt(self, before: int = 2, images: int = 1, seed: int = 0) -> dict[str, Tensor]:
         """The arguments of one row: words, then images that words separate, then words."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -72,16 +63,13 @@ class Composite:
         parts = [words(before)]
         for _ in range(images):
             parts += [torch.full((self.image_tokens,), IMAGE), words(1)]
-        ids = torch.cat((*parts, words(after - 1))).unsqueeze(0)
+        ids = torch.cat((*parts, words(3))).unsqueeze(0)
         return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | self.pixels(images)
 
 
 def llava() -> PreTrainedModel:
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
-    )
     config = transformers.LlavaConfig(
-        vision_config=vision,
+        vision_config=transformers.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4),
         text_config=transformers.LlamaConfig(**_TEXT),
         image_token_id=IMAGE,
         vision_feature_layer=-1,
@@ -91,11 +79,10 @@ def llava() -> PreTrainedModel:
 
 
 def _gemma3() -> PreTrainedModel:
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    layers = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(
-        vision_config=vision | {"image_size": 8, "patch_size": 2},
-        text_config=_TEXT
-        | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=SIZES | {"image_size": 8, "patch_size": 2},
+        text_config=_TEXT | {"head_dim": 8} | layers,
         mm_tokens_per_image=4,
         image_token_index=IMAGE,
     )
@@ -127,12 +114,8 @@ def _qwen3() -> PreTrainedModel:
     return _qwen("Qwen3VL", {"head_dim": 16}, rope, vision | {"deepstack_visual_indexes": [0]})
 
 
-def _image(side: int) -> Callable[[int], dict[str, Tensor]]:
-    def pixels(images: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        return {"pixel_values": torch.randn(images, 3, side, side, generator=generator)}
-
-    return pixels
+def _pixels(images: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(images, 3, 8, 8, generator=torch.Generator().manual_seed(7))}
 
 
 def _patches(images: int) -> dict[str, Tensor]:
@@ -144,8 +127,8 @@ def _patches(images: int) -> dict[str, Tensor]:
 
 
 COMPOSITES = {
-    "llava": Composite(llava, 4, _image(8)),
-    "gemma3": Composite(_gemma3, 4, _image(8)),
+    "llava": Composite(llava, 4, _pixels),
+    "gemma3": Composite(_gemma3, 4, _pixels),
     "qwen2_vl": Composite(_qwen2, 6, _patches),
     "qwen3_vl": Composite(_qwen3, 6, _patches),
 }

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from hf_posenc import PartsConfig, extend_context, inspect_model, patch_model, unpatch_model
+from tests.matrix.running import drawn
 
 from .models import COMPOSITES
-from .test_text_part import _stir, logits
+from .test_text_part import logits
 
 LLAVA = COMPOSITES["llava"]
 
@@ -21,8 +22,7 @@ def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first(tmp_path
     model = LLAVA.model()
     prompt = LLAVA.prompt()
     stock = logits(LLAVA, model, **prompt)
-    patch_model(model, "t5")
-    _stir(model)
+    drawn(patch_model(model, "t5"))
     trained = {name: value.clone() for name, value in model.position_encoding.state_dict().items() if value.dim()}
     with_text = logits(LLAVA, model, **prompt)
     patch_model(model, "none", part="vision")
@@ -68,13 +68,14 @@ def test_a_config_of_parts_places_them_together() -> None:
         patch_model(other, PartsConfig(names=("text",), schemes=("none",)), part="text")
 
 
-def test_the_inspection_lists_the_parts() -> None:
+def test_the_inspection_lists_the_parts_and_the_report_those_without_a_scheme() -> None:
     found = inspect_model(LLAVA.model())
     assert {stack.part for stack in found.stacks} == {"text", "vision"}
-    assert isinstance(found.native, dict)
-    assert found.native["scheme"] == "rope"
-    assert isinstance(found.other_parts["vision"], dict)
-    assert found.other_parts["vision"]["scheme"] == "learned"
+    assert (found.native["scheme"], found.other_parts["vision"]["scheme"]) == ("rope", "learned")
+    report = patch_model(LLAVA.model(), "alibi").position_encoding.report
+    assert {stack.part for stack in report.stacks} == {"text"}
+    assert "vision" in report.untouched
+    assert "text" in str(report)
 
 
 def test_the_warning_about_patches_in_one_row_is_not_repeated_for_a_kept_part() -> None:

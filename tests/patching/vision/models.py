@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
+from tests.models import SIZES
+
 PATCH = 4
 
 
 def vit(**options: Any) -> ViTForImageClassification:
     """A ViT whose attention is not uniform, so that positions matter."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = ViTConfig(**sizes, image_size=4 * PATCH, patch_size=PATCH, num_labels=5, **options)
+    config = ViTConfig(**SIZES, image_size=4 * PATCH, patch_size=PATCH, num_labels=5, **options)
     model = ViTForImageClassification(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

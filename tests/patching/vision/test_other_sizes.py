@@ -13,6 +13,7 @@ from hf_posenc import patch_model
 from tests.architectures.inputs import accepted, call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.models import SIZES
 from tests.thinning import in_turn
 
 #: Architectures that compare sizes, resize their table in ways of their own, or do not resize it at all.
@@ -65,8 +66,7 @@ def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: 
 @pytest.mark.parametrize("scheme", ["none", "alibi", "sinusoidal"])
 @torch.no_grad()
 def test_a_sound_that_is_twice_as_long(scheme: str) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = ASTModel(ASTConfig(**sizes, max_length=64, num_mel_bins=32)).eval()
+    model = ASTModel(ASTConfig(**SIZES, max_length=64, num_mel_bins=32)).eval()
     patch_model(model, scheme)
     short, long = (model(input_values=torch.ones(1, length, 32)).last_hidden_state for length in (64, 128))
     assert long.shape[1] > 2 * short.shape[1]
