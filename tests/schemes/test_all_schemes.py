@@ -242,6 +242,7 @@ def test_gradient_reaches_every_parameter_and_nothing_else_is_state(name, config
         ("grape", {"initial_rate": 0.2}, "rate", math.log(math.expm1(0.2)), 0.0),
         ("fire", {"initial_c": 3.0}, "c", 3.0, 0.0),
         ("grape_m", {"initial_bias": 0.5}, "bias", 0.5, 0.0),
+        ("cope", {}, "weight", 0.0, 0.0),
         ("cope", {"initial_std": 0.5}, "weight", 0.0, 0.5),
         ("repo", {"initial_std": 0.5, "width": 40}, "gate", 0.0, 0.5),
         ("selective_rope", {"initial_std": 0.5}, "down", 0.0, 0.5),

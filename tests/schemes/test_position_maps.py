@@ -179,6 +179,10 @@ def test_every_part_of_a_scheme_is_mapped() -> None:
     config = PositionScaleConfig(together, factor=3)
     torch.testing.assert_close(logits(config), logits(together, thrice), rtol=0, atol=1e-5)
     assert torch.equal(build(config).additive(TOKENS), build(SinusoidalConfig()).additive(thrice))
+    # Maps nest from the outside in.
+    nested = PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=1.5), maximum=5)
+    at_ids = build(SinusoidalConfig()).additive(at([0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 7.5]))
+    assert torch.equal(build(nested).additive(counted(7)), at_ids)
 
 
 def test_a_mapped_table_takes_over_native_rows() -> None:
@@ -186,19 +190,6 @@ def test_a_mapped_table_takes_over_native_rows() -> None:
     native = torch.randn(20, part.inner.weight.shape[1])
     assert part.adopt(native)
     assert torch.equal(part(counted(5))[0], native[2:7])
-
-
-@pytest.mark.parametrize(
-    ("config", "ids"),
-    [
-        (PositionShiftConfig(SinusoidalConfig(), offset=2), [2, 3, 4]),
-        # Maps nest from the outside in.
-        (PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=2), maximum=5), [0, 2, 4, 6, 8, 10, 10]),
-        (PositionScaleConfig(SinusoidalConfig(), factor=1.5), [0.0, 1.5, 3.0, 4.5]),
-    ],
-)
-def test_added_vectors_are_those_of_mapped_positions(config: SchemeConfig, ids: list[float]) -> None:
-    assert torch.equal(build(config).additive(counted(len(ids))), build(SinusoidalConfig()).additive(at(ids)))
 
 
 def test_padding_stays_padding_and_whole_factors_keep_positions_whole() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -29,7 +28,7 @@ from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
 from .building import at, counted, logits_of, mapped, part_of, random_heads
-from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, context_for, parts_for
 
 
 def logits(parts: SchemeParts, ids: list[int]) -> Tensor:
@@ -169,10 +168,3 @@ def test_resonance_is_a_scaling_that_wraps_another():
     assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
     with pytest.raises(UnsupportedError, match="no type for the scaling 'resonance'"):
         to_rope_parameters(config, context_for(config))
-
-
-@pytest.mark.parametrize("name", ["xpos", "string", "learned_rope", "hope", "resonance", "fope"])
-def test_odd_heads_are_refused_where_pairs_are_needed(name):
-    for variant in TABLE[name].variants:
-        with pytest.raises(ValueError, match="would rotate 15"):
-            part_of(dataclasses.replace(variant, rotary_dim=None), head_dim=15)

@@ -1,4 +1,4 @@
-"""Maps of queries and keys beyond RoPE: slow, plain Python written from the papers."""
+"""Maps of queries and keys beyond RoPE: slow, plain Python written from the papers, with matrices of numpy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import cmath
 import math
 import random
 from typing import Any
+
+import numpy as np
 
 from hf_posenc.schemes import DynamicScaling, LinearScaling, YarnScaling
 from hf_posenc.schemes.rotary.fope import FopeConfig
@@ -182,66 +184,23 @@ def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
     return case.mapped(turned)
 
 
-def multiply(first: Matrix, second: Matrix) -> Matrix:
-    columns = [list(column) for column in zip(*second, strict=True)]
-    return [[dot(row, column) for column in columns] for row in first]
+def exponential(skew: np.ndarray) -> np.ndarray:
+    """By the eigenvectors of a skew-symmetric matrix, which i makes Hermitian."""
+    values, vectors = np.linalg.eigh(1j * skew)
+    return ((vectors * np.exp(-1j * values)) @ vectors.conj().T).real
 
 
-def apply(matrix: Matrix, vector: list[float]) -> list[float]:
-    return [dot(row, vector) for row in matrix]
-
-
-def identity(size: int) -> Matrix:
-    return [[float(i == j) for j in range(size)] for i in range(size)]
-
-
-def inverse(matrix: Matrix) -> Matrix:
-    """Gauss and Jordan's, with pivots."""
-    size = len(matrix)
-    rows = [list(row) + unit for row, unit in zip(matrix, identity(size), strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        divisor = rows[column][column]
-        rows[column] = [value / divisor for value in rows[column]]
-        for other in range(size):
-            if other != column:
-                factor = rows[other][column]
-                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
-    return [row[size:] for row in rows]
-
-
-def exponential(matrix: Matrix) -> Matrix:
-    """Taylor's series of a small fraction of the matrix, squared until it is whole."""
-    size = len(matrix)
-    largest = max(sum(abs(value) for value in row) for row in matrix)
-    squarings = max(0, math.ceil(math.log2(largest)) + 4) if largest > 0 else 0
-    small = [[value / 2**squarings for value in row] for row in matrix]
-    result, term = identity(size), identity(size)
-    for order in range(1, 8):
-        term = [[value / order for value in row] for row in multiply(term, small)]
-        result = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(result, term, strict=True)]
-    for _ in range(squarings):
-        result = multiply(result, result)
-    return result
-
-
-def cayley(entries: list[float], width: int) -> Matrix:
+def cayley(entries: list[float], width: int) -> np.ndarray:
     """arXiv:2502.02562, eq. 10, from the entries above the diagonal, row by row."""
-    values = iter(entries)
-    skew = [[0.0] * width for _ in range(width)]
-    for i in range(width):
-        for j in range(i + 1, width):
-            skew[i][j] = next(values)
-            skew[j][i] = -skew[i][j]
-    minus = [[float(i == j) - skew[i][j] for j in range(width)] for i in range(width)]
-    plus = [[float(i == j) + skew[i][j] for j in range(width)] for i in range(width)]
-    return multiply(minus, inverse(plus))
+    skew = np.zeros((width, width))
+    skew[np.triu_indices(width, 1)] = entries
+    skew -= skew.T
+    return (np.eye(width) - skew) @ np.linalg.inv(np.eye(width) + skew)
 
 
-def circulant(first_column: list[float]) -> Matrix:
+def circulant(first_column: list[float]) -> np.ndarray:
     size = len(first_column)
-    return [[first_column[(i - j) % size] for j in range(size)] for i in range(size)]
+    return np.array([[first_column[(i - j) % size] for j in range(size)] for i in range(size)])
 
 
 def string(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -253,18 +212,14 @@ def string(config: Any, parts: Any, case: LogitCase) -> Logits:
         # The start: l so that the eigenvalues 2 sum_m l[m] sin(2 pi k m / d) are RoPE's frequencies.
         half = range(1, width // 2)
         start = [2 / width * sum(spectrum[k - 1] * math.sin(2 * math.pi * k * m / width) for k in half) for m in half]
-        columns = []
+        generators = []
         for offsets in part.rotation.generator_offsets.tolist():
             entries = [a + b for a, b in zip(start, offsets, strict=True)]
-            columns.append([0.0, *entries, 0.0, *(-entry for entry in reversed(entries))])
-        cache: dict[tuple[int, int], Matrix] = {}
+            generators.append(circulant([0.0, *entries, 0.0, *(-entry for entry in reversed(entries))]))
 
         def turned(vector: list[float], head: int, token: int) -> list[float]:
-            key_head, position = head * len(columns) // len(case.query), case.positions[token]
-            if (key_head, position) not in cache:
-                generator = circulant(columns[key_head])
-                cache[key_head, position] = exponential([[position * value for value in row] for row in generator])
-            return apply(cache[key_head, position], vector[:width]) + vector[width:]
+            generator = generators[head * len(generators) // len(case.query)]
+            return (exponential(case.positions[token] * generator) @ vector[:width]).tolist() + vector[width:]
 
         return case.mapped(turned)
     bases = [cayley(entries, width) for entries in part.skew.tolist()]
@@ -276,7 +231,7 @@ def string(config: Any, parts: Any, case: LogitCase) -> Logits:
         basis = bases[head * len(bases) // len(case.query)]
         factors = offsets[head * len(offsets) // len(case.query)]
         frequencies = [w * math.exp(factor) for w, factor in zip(spectrum, factors, strict=True)]
-        in_basis = apply(basis, vector[:width]) + vector[width:]
+        in_basis = (basis @ vector[:width]).tolist() + vector[width:]
         return rotate(in_basis, frequencies, layout_of(config), case.positions[token], 1.0)
 
     return case.mapped(changed)
