@@ -14,7 +14,6 @@ from hf_posenc.schemes import (
     AlibiConfig,
     AttentionPairs,
     BinaryConfig,
-    BlendedConfig,
     BuildContext,
     ComposedConfig,
     CopeConfig,
@@ -23,7 +22,6 @@ from hf_posenc.schemes import (
     HierarchicalConfig,
     IntegerConfig,
     LearnedConfig,
-    LearnedRopeConfig,
     LowRankRelativeConfig,
     NoneConfig,
     PairwiseBias,
@@ -39,7 +37,6 @@ from hf_posenc.schemes import (
     ShawConfig,
     SinusoidalConfig,
     T5Config,
-    XposConfig,
 )
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.parts import Reach
@@ -61,21 +58,6 @@ def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
         dynamic.check_cache(9, 20)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (PositionScaleConfig(RopeConfig(rotary_dim=4)), (4, True, False, 1)),
-        # A chain of maps does what any of them does.
-        (BlendedConfig(RopeConfig(rotary_dim=4), XposConfig(), 0.5), (16, False, False, 1)),
-        (BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5), (16, True, True, 1)),
-    ],
-)
-def test_mapped_rotations_say_what_they_do(config: SchemeConfig, expected: tuple[Any, ...]) -> None:
-    rotation: Any = build(config).query_key_map
-    assert (rotation.rotary_dim, rotation.symmetric, rotation.whole_heads, rotation.width_factor) == expected
-    assert not rotation.mapped_again
-
-
 @pytest.mark.parametrize("inner", [AlibiConfig(), ShawConfig()])
 def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner: SchemeConfig) -> None:
     assert build(RandomizedConfig(inner)).logit_bias.reads_later_keys
@@ -85,6 +67,7 @@ def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner: Sche
 def test_a_map_hides_no_correction_of_logits() -> None:
     parts: Any = build(PositionShiftConfig(ReRopeConfig(window=1)))
     assert parts.query_key_map.mapped_again
+    assert not build(PositionShiftConfig()).query_key_map.mapped_again  # type: ignore[union-attr]
     assert parts.logit_bias.reads_heads
     assert parts.logit_bias.replaces_logits
     assert not build(PositionShiftConfig(ReRopeConfig(AlibiConfig(), window=1))).logit_bias.replaces_logits

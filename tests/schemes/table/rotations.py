@@ -19,6 +19,7 @@ from hf_posenc.schemes.rotary.rope_pp import RopePpConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
+from .content_biases import softplus
 from .row import LogitCase, Logits, Row, dot
 from .seeds import rope_spectrum, rotate, scaled_spectrum
 
@@ -105,9 +106,6 @@ def pope(config: Any, parts: Any, case: LogitCase) -> Logits:
     deltas = parts.query_key_map.delta.tolist()
     group = len(case.query) // len(deltas)
     width = len(case.query[0][0])
-
-    def softplus(value: float) -> float:
-        return math.log(1 + math.exp(value))
 
     def logit(query: list[float], key: list[float], delta: list[float], distance: int) -> float:
         return sum(

@@ -106,7 +106,7 @@ def dot(first: list[float], second: list[float]) -> float:
     return sum(a * b for a, b in zip(first, second, strict=True))
 
 
-def context_for(config: SchemeConfig, row: Row | None = None) -> BuildContext:
+def context_for(config: SchemeConfig) -> BuildContext:
     """A small place with grouped heads; bidirectional for the variants that need it."""
     causal = config != get_scheme("alibi")(variant="asymmetric")  # type: ignore[call-arg]
     causal = causal and getattr(config, "max_distance_ahead", None) is None
