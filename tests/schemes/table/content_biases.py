@@ -1,10 +1,11 @@
-"""Biases that read queries, keys or hidden states, in plain Python from the papers, one pair at a time."""
+"""Biases that read queries, keys or hidden states, from the papers, in double precision: mostly one pair at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.disentangled import DisentangledConfig
@@ -98,26 +99,20 @@ def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2006.03654, eq. 4. The rows of later keys come first, and are missing in a causal model."""
     bias = parts.logit_bias
     span = config.buckets or config.max_distance
-    terms = [("c2p" in config.terms, bias.key_weight), ("p2c" in config.terms, bias.query_weight)]
-    tables = [table.tolist() if used else None for used, table in terms]
-    assert sum(table is not None for _, table in terms) == sum(used for used, _ in terms)
 
-    def vector(table: Any, head: int, query: int, key: int) -> list[float]:
-        row = disentangled_row(config, case.distance(query, key))
-        if len(table[head]) == span:
-            row = max(row - span, 0)
-        row_of_pair: list[float] = table[head][row]
-        return row_of_pair
+    def product(vector: list[float], table: Any, distance: int) -> float:
+        row = disentangled_row(config, distance)
+        return dot(vector, table[max(row - span, 0) if len(table) == span else row].tolist())
 
     def value(head: int, query: int, key: int) -> float:
-        total = 0.0
-        if tables[0] is not None:
-            total += dot(case.query[head][query], vector(tables[0], head, query, key))
-        if tables[1] is not None:
-            total += dot(case.key[head][key], vector(tables[1], head, query, key))
+        total, distance = 0.0, case.distance(query, key)
+        if "c2p" in config.terms:
+            total += product(case.query[head][query], bias.key_weight[head], distance)
+        if "p2c" in config.terms:
+            total += product(case.key[head][key], bias.query_weight[head], distance)
         return case.scaling * total
 
-    divisor = math.sqrt(1 + sum(used for used, _ in terms))
+    divisor = math.sqrt(2 + config.terms.count("|"))
     return [[[logit / divisor for logit in row] for row in rows] for rows in case.biased(value)]
 
 
@@ -232,98 +227,62 @@ def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
     return case.biased(bias)
 
 
-def rotated_products(case: LogitCase, parts: Any, half: int, angle: Callable[[int, int, int], float]) -> Logits:
-    """The scaled products after pair `m` of both, of `half` pairs, is turned by `angle(key_head, token, m)`."""
+def rotated_products(case: LogitCase, parts: Any, angles: np.ndarray) -> Logits:
+    """The scaled products after all pairs of both are turned by `angles[key head, token, pair]`."""
     groups = parts.logit_bias.groups
     return case.mapped(
-        lambda vector, head, token: rotate(
-            vector, [angle(head // groups, token, pair) for pair in range(half)], "half", 1, 1.0
-        )
+        lambda vector, head, token: rotate(vector, angles[head // groups, token].tolist(), "half", 1, 1.0)
     )
+
+
+def array(values: Any) -> np.ndarray:
+    """In double precision."""
+    return np.array(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
+
+
+def logistics(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values))
+
+
+def spectrum_of(config: Any, case: LogitCase) -> np.ndarray:
+    return array(rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0])))
 
 
 def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.14391, section 3, with the official code's gated projection: a position for each token and head."""
-    bias = parts.logit_bias
-    gate, content = bias.gate.tolist(), bias.content.tolist()
-    heads = bias.places_of_heads.tolist()
-
-    def place(head: int, token: int) -> float:
-        gated = []
-        for gate_row, content_row in zip(gate, content, strict=True):
-            value = dot(gate_row, case.hidden[token])
-            gated.append(value * logistic(value) * dot(content_row, case.hidden[token]))
-        return dot(heads[head], gated)
-
-    frequencies = rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0]))
-    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(len(heads))]
-    return rotated_products(
-        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
-    )
+    bias, hidden = parts.logit_bias, array(case.hidden).T
+    values = array(bias.gate) @ hidden
+    gated = values * logistics(values) * (array(bias.content) @ hidden)
+    places = array(bias.places_of_heads) @ gated
+    return rotated_products(case, parts, places[:, :, None] * spectrum_of(config, case))
 
 
 def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, contextual GRAPE-M: the place is the sum of the increments of all earlier tokens."""
     bias = parts.logit_bias
-    weight, offset = bias.weight.tolist(), bias.bias.tolist()
-    frequencies = [
-        frequency * math.exp(change)
-        for frequency, change in zip(
-            rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0])),
-            bias.rotation.log_offsets.tolist(),
-            strict=True,
-        )
-    ]
-
-    def place(head: int, token: int) -> float:
-        row = head if config.per_head else 0
-        return sum(
-            logistic((dot(weight[row], case.hidden[earlier]) + offset[row]) / config.gate_scale)
-            for earlier in range(token)
-        )
-
-    key_heads = len(case.query) // bias.groups
-    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(key_heads)]
-    return rotated_products(
-        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
-    )
+    frequencies = spectrum_of(config, case) * np.exp(array(bias.rotation.log_offsets))
+    gates = (array(bias.weight) @ array(case.hidden).T + array(bias.bias)[:, None]) / config.gate_scale
+    increments = logistics(gates if config.per_head else gates[:1])
+    places = np.cumsum(increments, axis=1) - increments
+    heads = np.broadcast_to(places, (len(case.query) // bias.groups, places.shape[1]))
+    return rotated_products(case, parts, heads[:, :, None] * frequencies)
 
 
 def selective_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2511.17388, with the official code's projections: convolved angles, summed over the tokens."""
-    bias = parts.logit_bias
-    down, up, kernel = bias.down.tolist(), bias.up.tolist(), bias.kernel.tolist()
-    rotary_dim = config.rotary_dim or len(case.query[0][0])
-    frequencies = rope_spectrum(config.theta, rotary_dim)
-    share = len(case.hidden[0]) // len(up)
-
-    def scaled(token: int) -> list[float]:
-        result = []
-        for start in range(0, len(case.hidden[0]), share):
-            group = case.hidden[token][start : start + share]
-            result += [component / math.sqrt(dot(group, group)) for component in group]
-        return result
-
-    inputs = [scaled(token) for token in range(len(case.hidden))]
-    low = [[dot(row, vector) for row in down] for vector in inputs]
-
-    def convolved(head: int, token: int, pair: int) -> float:
-        taps = kernel[head][pair]
-        value = sum(
-            taps[-1 - steps] * dot(up[head][pair], low[token - steps]) for steps in range(min(len(taps), token + 1))
-        )
-        if not config.gate:
-            return value
-        return value * logistic(dot(bias.gate_weight[head].tolist(), inputs[token]) + bias.gate_bias[head].item())
-
-    sums: list[list[list[float]]] = []
-    for head in range(len(up)):
-        total = [0.0] * len(frequencies)
-        sums.append([])
-        for token in range(len(inputs)):
-            total = [before + convolved(head, token, pair) for pair, before in enumerate(total)]
-            sums[-1].append([angle * frequency for angle, frequency in zip(total, frequencies, strict=True)])
-    return rotated_products(case, parts, len(frequencies), lambda head, token, pair: sums[head][token][pair])
+    bias, hidden = parts.logit_bias, array(case.hidden)
+    groups = hidden.reshape(len(hidden), len(bias.up), -1)
+    inputs = (groups / np.linalg.norm(groups, axis=-1, keepdims=True)).reshape(hidden.shape)
+    # Of head, pair and token.
+    projected = array(bias.up) @ (array(bias.down) @ inputs.T)
+    convolved = np.zeros_like(projected)
+    for steps in range(config.kernel_size):
+        earlier = projected[:, :, : len(inputs) - steps]
+        convolved[:, :, steps:] += array(bias.kernel)[:, :, -1 - steps, None] * earlier
+    if config.gate:
+        convolved *= logistics(array(bias.gate_weight) @ inputs.T + array(bias.gate_bias)[:, None])[:, None]
+    sums = convolved.cumsum(axis=-1).swapaxes(1, 2)
+    return rotated_products(case, parts, sums * spectrum_of(config, case))
 
 
 ROWS: dict[str, Row] = {

@@ -156,25 +156,19 @@ def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
     key_heads = 3
     released = config.variant == "released"
     mixed = min(kept, width // 4) if released else kept
-    mixes = fope_coefficients(key_heads, kept, mixed, config.gain, config.seed)
-    step = -(-kept // mixed)
-
-    def series(function: Any, mix: Matrix, pair: int, position: int) -> float:
-        if pair >= mixed:
-            return 1.0 if released else function(spectrum[pair] * position)
-        column = [float(other == pair * step) + mix[other][pair] for other in range(kept)]
-        waves = [function(frequency * position) for frequency in spectrum[:kept]]
-        return dot(waves, column) / (1.0 if released else sum(column))
+    mixes = np.array(fope_coefficients(key_heads, kept, mixed, config.gain, config.seed))
+    mixes[:, :, np.arange(mixed) * -(-kept // mixed), np.arange(mixed)] += 1.0
+    if not released:
+        mixes /= mixes.sum(axis=2, keepdims=True)
 
     def turned(vector: list[float], head: int, token: int) -> list[float]:
-        key_head = head * key_heads // len(case.query)
+        angles, series = np.array(spectrum) * case.positions[token], []
+        for function, mix in zip((np.cos, np.sin), mixes[:, head * key_heads // len(case.query)], strict=True):
+            series.append(np.ones(width // 2) if released else function(angles))
+            series[-1][:mixed] = function(angles[:kept]) @ mix
         result = list(vector)
-        for pair in range(width // 2):
-            first, second = (2 * pair, 2 * pair + 1)
-            if layout_of(config) == "half":
-                first, second = pair, pair + width // 2
-            cosine = series(math.cos, mixes[0][key_head], pair, case.positions[token])
-            sine = series(math.sin, mixes[1][key_head], pair, case.positions[token])
+        for pair, (cosine, sine) in enumerate(zip(*(one.tolist() for one in series), strict=True)):
+            first, second = (pair, pair + width // 2) if layout_of(config) == "half" else (2 * pair, 2 * pair + 1)
             result[first] = vector[first] * cosine - vector[second] * sine
             result[second] = vector[first] * sine + vector[second] * cosine
         return result
