@@ -35,7 +35,6 @@ LEARNED = LearnedConfig(num_positions=64)
 
 #: class, options, the scheme, and lengths: shorter than the span, and beyond it.
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...]]] = {
-    "v1": ("Deberta", {"pos_att_type": BOTH}, DisentangledConfig(max_distance=64), (2, 40)),
     "v1_short_span": (
         "Deberta",
         {"pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8},
@@ -52,12 +51,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...]]] = {
         "Deberta",
         {"pos_att_type": ["p2c"], "max_relative_positions": 8},
         DisentangledConfig("p2c", max_distance=8),
-        (6, 40),
-    ),
-    "v2": (
-        "DebertaV2",
-        {"pos_att_type": BOTH, "max_relative_positions": 8},
-        DisentangledConfig(max_distance=8),
         (6, 40),
     ),
     "v2_buckets": (

@@ -24,6 +24,15 @@ from .row import LogitCase, Logits, Row, dot
 from .seeds import alibi_slope, rope_spectrum, rotate
 
 
+def array(values: Any) -> np.ndarray:
+    """In double precision."""
+    return np.array(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
+
+
+def logistics(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values))
+
+
 def logistic(value: float) -> float:
     return 1 / (1 + math.exp(-value))
 
@@ -189,40 +198,28 @@ def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
 
 def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, the path-integral form with the official code's vectors: one penalty per token in between."""
-    half = config.width // 2
-
-    def vector(head: int, token: int) -> list[float]:
-        return [dot(row, case.hidden[token]) for row in parts.logit_bias.projection[head].tolist()]
-
-    def turned(head: int, token: int) -> list[float]:
-        plain = vector(head, token)
-        length = math.sqrt(dot(plain, plain) / len(plain))
-        cosine, sine = math.cos(case.positions[token]), math.sin(case.positions[token])
-        pairs = [(plain[pair] / length, plain[pair + half] / length) for pair in range(half)]
-        return [x * cosine + y * sine for x, y in pairs] + [y * cosine - x * sine for x, y in pairs]
+    half, positions = config.width // 2, array(case.positions)
+    # Of head, component and token.
+    vectors = array(parts.logit_bias.projection) @ array(case.hidden).T
+    scaled = vectors / np.sqrt((vectors**2).mean(axis=1, keepdims=True))
+    first, second, cosine, sine = scaled[:, :half], scaled[:, half:], np.cos(positions), np.sin(positions)
+    turned = np.concatenate((first * cosine + second * sine, second * cosine - first * sine), axis=1)
+    penalties = np.log(logistics(np.einsum("hci,hcj->hij", vectors, turned) / config.width))
 
     def bias(head: int, query: int, key: int) -> float:
-        of_query = vector(head, query)
-        penalties = (
-            math.log(logistic(dot(of_query, turned(head, between)) / config.width))
-            for between in range(key + 1, query + 1)
-        )
-        return alibi_slope(len(case.query), head) * sum(penalties)
+        return alibi_slope(len(case.query), head) * float(penalties[head, query, key + 1 : query + 1].sum())
 
     return case.biased(bias)
 
 
 def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
     """A mixture of profiles per query token; nothing beyond their length."""
-    profiles = parts.logit_bias.profiles.tolist()
-    projection = parts.logit_bias.projection.tolist()
+    profiles = array(parts.logit_bias.profiles)
+    mixtures = (array(parts.logit_bias.projection) @ array(case.hidden).T).reshape(-1, config.rank, len(case.hidden))
 
     def bias(head: int, query: int, key: int) -> float:
         distance = case.distance(query, key)
-        if not 0 <= distance < config.window:
-            return 0.0
-        mixture = [dot(row, case.hidden[query]) for row in projection[head * config.rank : (head + 1) * config.rank]]
-        return dot(mixture, [profile[distance] for profile in profiles])
+        return float(mixtures[head, :, query] @ profiles[:, distance]) if 0 <= distance < config.window else 0.0
 
     return case.biased(bias)
 
@@ -233,15 +230,6 @@ def rotated_products(case: LogitCase, parts: Any, angles: np.ndarray) -> Logits:
     return case.mapped(
         lambda vector, head, token: rotate(vector, angles[head // groups, token].tolist(), "half", 1, 1.0)
     )
-
-
-def array(values: Any) -> np.ndarray:
-    """In double precision."""
-    return np.array(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
-
-
-def logistics(values: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-values))
 
 
 def spectrum_of(config: Any, case: LogitCase) -> np.ndarray:

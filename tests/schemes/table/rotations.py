@@ -46,9 +46,7 @@ def hope(config: Any, head_dim: int, vector: list[float], position: int, length:
 def resonance(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     """arXiv:2403.00071, section 4.1, with exact periods: positions count modulo the wavelength."""
     width = config.rotary_dim or head_dim
-    frequencies, factor = rope_spectrum(config.theta, width), 1.0
-    if config.scaling is not None:
-        frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
+    frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
     wavelengths = [round(2 * math.pi / frequency) for frequency in frequencies]
     turned = [2 * math.pi * (position % wavelength) / wavelength for wavelength in wavelengths]
     return rotate(vector, turned, layout_of(config), 1, factor)

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from hf_posenc.schemes import (
     AlibiConfig,
     BinaryConfig,
@@ -140,7 +142,7 @@ def alibi(config: Any, part: Any, heads: int, causal: bool, head: int, distance:
     return -slope * abs(distance)
 
 
-def rotate(vector: list[float], frequencies: list[float], layout: str, position: float, factor: float) -> list[float]:
+def rotate(vector: list[float], frequencies: Any, layout: str, position: float, factor: float) -> list[float]:
     """arXiv:2104.09864, eq. 15: the block-diagonal matrix of rotations, pair by pair."""
     rotated = list(vector)
     for pair, frequency in enumerate(frequencies):
@@ -152,20 +154,17 @@ def rotate(vector: list[float], frequencies: list[float], layout: str, position:
     return rotated
 
 
-def rope_spectrum(theta: float, width: int) -> list[float]:
-    return [theta ** (-2 * pair / width) for pair in range(width // 2)]
+def rope_spectrum(theta: float, width: int) -> np.ndarray:
+    return theta ** (-2 * np.arange(width // 2) / width)
 
 
 def rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     width = config.rotary_dim or head_dim
     if config.partial_rotary_factor is not None:
         width = 2 * math.floor(config.partial_rotary_factor * head_dim / 2)
-    if config.inverse_frequencies is not None:
-        frequencies, factor = list(config.inverse_frequencies), 1.0
-    elif config.scaling is not None:
+    frequencies, factor = config.inverse_frequencies, 1.0
+    if frequencies is None:
         frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
-    else:
-        frequencies, factor = rope_spectrum(config.theta, width), 1.0
     factor = config.attention_scaling or factor
     return rotate(vector, frequencies, config.layout, position, factor)
 
@@ -173,18 +172,18 @@ def rope(config: Any, head_dim: int, vector: list[float], position: int, length:
 def p_rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     """arXiv:2410.06205, section 6."""
     width = config.rotary_dim or head_dim
-    kept = math.floor(config.fraction * width / 2)
-    frequencies = [
-        frequency if pair < kept else 0.0 for pair, frequency in enumerate(rope_spectrum(config.theta, width))
-    ]
+    frequencies = rope_spectrum(config.theta, width)
+    frequencies[math.floor(config.fraction * width / 2) :] = 0.0
     return rotate(vector, frequencies, config.layout, position, 1.0)
 
 
-def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tuple[list[float], float]:
+def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tuple[np.ndarray, float]:
     plain = rope_spectrum(theta, width)
+    if scaling is None:
+        return plain, 1.0
     match scaling.type:
         case "linear":
-            return [frequency / scaling.factor for frequency in plain], 1.0
+            return plain / scaling.factor, 1.0
         case "ntk":
             base = theta * scaling.factor ** (width / (width - 2))
             return rope_spectrum(base, width), 1.0
@@ -193,54 +192,39 @@ def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tupl
             base = theta * (scaling.factor * ratio - (scaling.factor - 1)) ** (width / (width - 2))
             return rope_spectrum(base, width), 1.0
         case "llama3":
-            return [
-                by_parts(
-                    frequency,
-                    scaling.factor,
-                    scaling.original_max_positions,
-                    scaling.low_freq_factor,
-                    scaling.high_freq_factor,
-                )
-                for frequency in plain
-            ], 1.0
+            return by_parts(scaling, plain), 1.0
         case "longrope":
             factors = scaling.long_factor if length > scaling.original_max_positions else scaling.short_factor
             attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
-            return [frequency / divisor for frequency, divisor in zip(plain, factors, strict=True)], attention
+            return plain / np.array(factors), attention
         case "yarn":
             return yarn(scaling, theta, width, scaling.factor), 0.1 * math.log(scaling.factor) + 1
         case "dynamic_yarn":
             stretch = max(length / scaling.original_max_positions, scaling.factor)
             return yarn(scaling, theta, width, stretch), 0.1 * math.log(stretch) + 1
         case "clipped":
-            inner, attention = (
-                (plain, 1.0) if scaling.scaling is None else scaled_spectrum(scaling.scaling, theta, width, length)
-            )
+            inner, attention = scaled_spectrum(scaling.scaling, theta, width, length)
             return clipped(scaling, plain, inner), attention
     raise NotImplementedError(scaling.type)
 
 
-def by_parts(frequency: float, factor: float, original: int, alpha: float, beta: float) -> float:
+def by_parts(scaling: Any, frequencies: np.ndarray) -> np.ndarray:
     """NTK-by-parts, arXiv:2309.00071, eq. 13 and 14."""
-    turns = original * frequency / (2 * math.pi)
-    kept = min(max((turns - alpha) / (beta - alpha), 0.0), 1.0)
-    return (1 - kept) * frequency / factor + kept * frequency
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    alpha, beta = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - alpha) / (beta - alpha), 0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def clipped(scaling: Any, plain: list[float], inner: list[float]) -> list[float]:
+def clipped(scaling: Any, plain: np.ndarray, inner: np.ndarray) -> np.ndarray:
     """The code of arXiv:2602.05258: half a cosine over the slowest pairs."""
     slow = scaling.pairs
     if slow is None:
-        slow = sum(2 * math.pi / frequency > scaling.original_max_positions for frequency in plain)
-    first = max(len(inner) - slow, 0)
-    last = len(inner) - 1
-    return [
-        frequency if pair < first else frequency * (1 + math.cos(math.pi * (pair - first) / (last - first))) / 2
-        for pair, frequency in enumerate(inner)
-    ]
+        slow = int((2 * math.pi / plain > scaling.original_max_positions).sum())
+    return inner * np.append(np.ones(len(inner) - slow), (1 + np.cos(np.linspace(0, math.pi, slow))) / 2)
 
 
-def yarn(scaling: Any, theta: float, width: int, factor: float) -> list[float]:
+def yarn(scaling: Any, theta: float, width: int, factor: float) -> np.ndarray:
     """The authors' code: the ramp runs over pair indices, between those that make beta_fast and beta_slow turns."""
 
     def pair_with(turns: float) -> float:
@@ -249,13 +233,9 @@ def yarn(scaling: Any, theta: float, width: int, factor: float) -> list[float]:
 
     start = max(math.floor(pair_with(scaling.beta_fast)), 0)
     end = min(math.ceil(pair_with(scaling.beta_slow)), width - 1)
-    end = end if end != start else end + 0.001
-    spectrum = []
-    for pair in range(width // 2):
-        frequency = theta ** (-2 * pair / width)
-        divided = min(max((pair - start) / (end - start), 0.0), 1.0)
-        spectrum.append(divided * frequency / factor + (1 - divided) * frequency)
-    return spectrum
+    divided = np.clip((np.arange(width // 2) - start) / max(end - start, 0.001), 0, 1)
+    plain = rope_spectrum(theta, width)
+    return divided * plain / factor + (1 - divided) * plain
 
 
 ROPE_VARIANTS = (
