@@ -161,9 +161,9 @@ class TestCausalScores:
     def test_scores_agree_with_a_loop_by_hand(self, tiny_llama, monkeypatch, most):
         monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.TOKENS_PER_BATCH", most)
         tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
-        # Texts of equal length share a batch.
-        texts = [("a cat sees", "a cat see"), ("a dog is it", "a dog are it"), ("a cow sees", "a cow see")]
-        shared_characters = (len("a cat see"), len("a dog "), len("a cow see"))
+        # Texts of equal length share a batch, whatever their pairs share.
+        texts = [("a cat sees", "a cat see"), ("a dog is it", "a dog are it"), ("a cows sees", "a cows see")]
+        shared_characters = (len("a cat see"), len("a dog "), len("a cows see"))
         with torch.no_grad():
             scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, texts))
         for pair, shared, row in zip(texts, shared_characters, scores, strict=True):

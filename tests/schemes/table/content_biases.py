@@ -20,13 +20,8 @@ from hf_posenc.schemes.rotary.grape_m import GrapeMConfig
 from hf_posenc.schemes.rotary.repo import RepoConfig
 from hf_posenc.schemes.rotary.selective_rope import SelectiveRopeConfig
 
-from .row import LogitCase, Logits, Row, dot
+from .row import LogitCase, Logits, Row, array, dot
 from .seeds import alibi_slope, rope_spectrum, rotate
-
-
-def array(values: Any) -> np.ndarray:
-    """In double precision."""
-    return np.array(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
 
 
 def logistics(values: np.ndarray) -> np.ndarray:
@@ -61,11 +56,8 @@ def sinusoid(position: float, width: int, base: float = 10000.0) -> list[float]:
 
 def ricker_family(distance: float, width: int, num_scales: int) -> list[float]:
     """arXiv:2502.02004: all scales, each with all shifts."""
-    values = []
-    for scale in range(num_scales):
-        for shift in range(width // num_scales):
-            u = (distance - shift) / 2**scale
-            values.append((1 - u * u) * math.exp(-u * u / 2))
+    u = (distance - np.arange(width // num_scales)) / 2.0 ** np.arange(num_scales)[:, None]
+    values: list[float] = ((1 - u * u) * np.exp(-u * u / 2)).flatten().tolist()
     return values
 
 
@@ -137,20 +129,16 @@ def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
 
 def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:1901.02860, section 3.3: terms (b), (c) and (d)."""
-    width = len(case.query[0][0])
-    for_keys = parts.logit_bias.content_bias.tolist()
-    for_distances = parts.logit_bias.position_bias.tolist()
-    projection = parts.logit_bias.position_projection.tolist()
+    for_keys, for_distances = array(parts.logit_bias.content_bias), array(parts.logit_bias.position_bias)
+    projection = array(parts.logit_bias.position_projection).reshape(len(case.query), -1, len(case.hidden[0]))
 
     def bias(head: int, query: int, key: int) -> float:
         distance = case.distance(query, key)
         if config.clamp_length is not None:
             distance = max(-config.clamp_length, min(config.clamp_length, distance))
-        wave = sinusoid(distance, len(case.hidden[0]), config.base)
-        projected = [dot(row, wave) for row in projection[head * width : (head + 1) * width]]
-        content = dot(for_keys[head], case.key[head][key])
-        position = dot(case.query[head][query], projected) + dot(for_distances[head], projected)
-        return case.scaling * (content + position)
+        projected = projection[head] @ sinusoid(distance, len(case.hidden[0]), config.base)
+        position = (array(case.query[head][query]) + for_distances[head]) @ projected
+        return case.scaling * float(for_keys[head] @ case.key[head][key] + position)
 
     return case.biased(bias)
 
@@ -177,21 +165,21 @@ def softplus(value: float) -> float:
 def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, the gated additive forms with the official code's slopes."""
     rates = parts.logit_bias.rate.tolist()
-    of_keys, of_queries = parts.logit_bias.direction, parts.logit_bias.query_direction
 
-    def gate(directions: Any, head: int, vector: list[float]) -> float:
+    def gate(directions: Any, vectors: Any) -> np.ndarray:
+        """Of head and token."""
         if directions is None:
-            return 0.0
-        direction = directions[head].tolist()
+            return np.zeros((len(rates), len(case.hidden)))
+        of_heads = array(directions)
         if config.normalize:
-            length = math.sqrt(dot(direction, direction))
-            direction = [component / length for component in direction]
-        return softplus(dot(direction, vector) / math.sqrt(len(direction)))
+            of_heads /= np.linalg.norm(of_heads, axis=1, keepdims=True)
+        return np.log1p(np.exp(np.einsum("hc,htc->ht", of_heads, vectors) / math.sqrt(of_heads.shape[1])))
+
+    keys, queries = gate(parts.logit_bias.direction, case.key), gate(parts.logit_bias.query_direction, case.query)
 
     def bias(head: int, query: int, key: int) -> float:
-        gates = gate(of_keys, head, case.key[head][key]) + gate(of_queries, head, case.query[head][query])
-        distance = abs(case.distance(query, key))
-        return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gates
+        slope = alibi_slope(len(case.query), head) * softplus(rates[head])
+        return -abs(case.distance(query, key)) * slope * float(keys[head, key] + queries[head, query])
 
     return case.biased(bias)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import math
 import random
 from typing import Any
@@ -19,8 +18,7 @@ from hf_posenc.schemes.rotary.rope_pp import RopePpConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .content_biases import softplus
-from .row import LogitCase, Logits, Row, dot
+from .row import LogitCase, Logits, Row, array, dot
 from .seeds import rope_spectrum, rotate, scaled_spectrum
 
 #: What the model of the tests was built for.
@@ -52,72 +50,60 @@ def resonance(config: Any, head_dim: int, vector: list[float], position: int, le
     return rotate(vector, turned, layout_of(config), 1, factor)
 
 
-def pair_of(config: Any, vector: list[float], index: int, width: int) -> complex:
-    """A pair of dimensions, which turns by a product with a number of length 1."""
-    if layout_of(config) == "interleaved":
-        return complex(vector[2 * index], vector[2 * index + 1])
-    first, second = vector[index], vector[index + width // 2]
-    return complex(second, first) if config.layout == "half_reversed" else complex(first, second)
+def pairs_of(config: Any, vectors: Any, width: int) -> np.ndarray:
+    """`[head, token, pair]`: pairs of dimensions, which turn by products with numbers of length 1."""
+    rotated = array(vectors)[..., :width]
+    interleaved = layout_of(config) == "interleaved"
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else np.split(rotated, 2, axis=-1)
+    return second + 1j * first if config.layout == "half_reversed" else first + 1j * second
 
 
 def xpos(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2212.10554, eq. 13 and algorithm 1, as logits: one complex number per pair and distance."""
     width = config.rotary_dim or len(case.query[0][0])
+    queries, keys = (pairs_of(config, vectors, width) for vectors in (case.query, case.key))
     frequencies = rope_spectrum(config.theta, width)
+    zeta = (2 * np.arange(width // 2) / width + config.gamma) / (1 + config.gamma)
 
-    def logit(query: list[float], key: list[float], distance: int) -> float:
-        total = dot(query[width:], key[width:])
-        for index, frequency in enumerate(frequencies):
-            zeta = (2 * index / width + config.gamma) / (1 + config.gamma)
-            turn = cmath.exp(1j * frequency * distance) * zeta ** (distance / config.scale_base)
-            total += (pair_of(config, query, index, width) * turn * pair_of(config, key, index, width).conjugate()).real
-        return total
+    def logit(head: int, i: int, j: int) -> float:
+        if j > i:
+            return 0.0
+        steps = case.distance(i, j)
+        turns = np.exp(1j * frequencies * steps) * zeta ** (steps / config.scale_base)
+        turned = float((queries[head, i] * turns * keys[head, j].conj()).sum().real)
+        return case.scaling * (turned + dot(case.query[head][i][width:], case.key[head][j][width:]))
 
-    return case.logits(
-        lambda head, i, j: (
-            case.scaling * logit(case.query[head][i], case.key[head][j], case.distance(i, j)) if j <= i else 0.0
-        )
-    )
+    return case.logits(logit)
 
 
 def rope_pp(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07525: the real and the imaginary part of one sum of complex numbers."""
     width = config.rotary_dim or len(case.query[0][0])
+    queries, keys = (pairs_of(config, vectors, width) for vectors in (case.query, case.key))
     frequencies = rope_spectrum(config.theta, width)
 
     def logit(head: int, i: int, j: int) -> float:
-        query, key = case.query[head - head % 2][i], case.key[head][j]
-        total = sum(
-            pair_of(config, query, index, width)
-            * pair_of(config, key, index, width).conjugate()
-            * cmath.exp(1j * frequency * case.distance(i, j))
-            for index, frequency in enumerate(frequencies)
-        )
-        part = total.imag if head % 2 else total.real
-        return case.scaling * (part + dot(query[width:], key[width:]))
+        first = head - head % 2
+        turns = np.exp(1j * frequencies * case.distance(i, j))
+        total = complex((queries[first, i] * keys[head, j].conj() * turns).sum())
+        rest = dot(case.query[first][i][width:], case.key[head][j][width:])
+        return case.scaling * ((total.imag if head % 2 else total.real) + rest)
 
     return case.logits(logit)
 
 
 def pope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2509.10534, eq. 5 to 8: a cosine of the distance per dimension."""
-    deltas = parts.query_key_map.delta.tolist()
-    group = len(case.query) // len(deltas)
+    deltas = np.clip(array(parts.query_key_map.delta), -2 * math.pi, 0)
+    queries, keys = (np.log1p(np.exp(array(vectors))) for vectors in (case.query, case.key))
     width = len(case.query[0][0])
+    frequencies = config.theta ** (-np.arange(width) / width)
 
-    def logit(query: list[float], key: list[float], delta: list[float], distance: int) -> float:
-        return sum(
-            softplus(query[c])
-            * softplus(key[c])
-            * math.cos(distance * config.theta ** (-c / width) + min(max(delta[c], -2 * math.pi), 0.0))
-            for c in range(width)
-        )
+    def logit(head: int, i: int, j: int) -> float:
+        angles = case.distance(j, i) * frequencies + deltas[head * len(deltas) // len(case.query)]
+        return case.scaling * float((queries[head, i] * keys[head, j] * np.cos(angles)).sum())
 
-    return case.logits(
-        lambda head, i, j: (
-            case.scaling * logit(case.query[head][i], case.key[head][j], deltas[head // group], case.distance(j, i))
-        )
-    )
+    return case.logits(logit)
 
 
 def learned_rope(config: Any, parts: Any, case: LogitCase) -> Logits:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_posenc.schemes import BuildContext, Positions, SchemeConfig, SchemeParts, get_scheme
@@ -99,6 +100,11 @@ class LogitCase:
     def distance(self, query: int, key: int) -> int:
         """How far the key lies in the past."""
         return self.positions[query] - self.positions[key]
+
+
+def array(values: Any) -> np.ndarray:
+    """Numbers of a part, or of lists, in double precision."""
+    return np.array(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
 
 
 def dot(first: list[float], second: list[float]) -> float:
