@@ -198,6 +198,7 @@ def test_a_scale_of_zero_is_no_scheme(scheme: str, scale: float) -> None:
         (lambda: ClippedScaling(4, 64), "pairs=4 and original_max_positions=64. Give one"),
         (lambda: ClippedScaling(1), "pairs is 1; expected an integer at least 2"),
         (lambda: ClippedScaling(original_max_positions=10**9).spectrum(1e4, 16), "changes nothing: 0 of the 8 pairs"),
+        (lambda: ClippedScaling(original_max_positions=10**4).spectrum(1e4, 16), "changes nothing: 1 of the 8 pairs"),
         (lambda: Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor is 1.0; expected more than"),
         (lambda: LongRopeScaling((1.0,), (1.0, 2.0), 64), "1 short factors and 2 long ones"),
         (lambda: LongRopeScaling((), (), 64), "non-empty sequence"),

@@ -137,22 +137,6 @@ def test_clipped_equals_the_authors_code():
     assert_same(ClippedScaling(20).spectrum(5e5, 48), (torch.tensor(CLIPPED), 1.0))
 
 
-@given(theta=thetas, width=widths, original=originals)
-@grid
-def test_clipping_by_length_slows_down_the_pairs_without_a_whole_turn(theta, width, original):
-    plain = rope_inverse_frequencies(theta, width)
-    slow = int((plain * original < 2 * math.pi).sum())
-    if slow < 2:
-        with pytest.raises(ValueError, match="changes nothing"):
-            ClippedScaling(original_max_positions=original).spectrum(theta, width)
-        return
-    found = ClippedScaling(original_max_positions=original).spectrum(theta, width)[0]
-    assert torch.equal(found, ClippedScaling(slow).spectrum(theta, width)[0])
-    assert torch.equal(found[: width // 2 - slow + 1], plain[: width // 2 - slow + 1])
-    assert (found[width // 2 - slow + 1 :] < plain[width // 2 - slow + 1 :]).all()
-    assert found[-1] == 0.0
-
-
 @pytest.mark.parametrize(
     "scaling",
     [
