@@ -162,8 +162,8 @@ class TestCausalScores:
         monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.TOKENS_PER_BATCH", most)
         tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
         # Texts of equal length share a batch, whatever their pairs share.
-        texts = [("a cat sees", "a cat see"), ("a dog is it", "a dog are it"), ("a cows sees", "a cows see")]
-        shared_characters = (len("a cat see"), len("a dog "), len("a cows see"))
+        texts = [("a cows sees", "a cows see"), ("a cat sees", "a cat see"), ("a dog is it", "a dog are it")]
+        shared_characters = (len("a cows see"), len("a cat see"), len("a dog "))
         with torch.no_grad():
             scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, texts))
         for pair, shared, row in zip(texts, shared_characters, scores, strict=True):

@@ -60,24 +60,19 @@ def binary(config: Any, part: Any, hidden: int, position: int, length: int) -> l
 
 
 def sinusoidal(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
-    position += config.offset
     if config.frequencies == "vaswani":
-        pairs = math.ceil(hidden / 2)
-        angles = [position / config.base ** (2 * pair / hidden) for pair in range(pairs)]
+        exponents = 2 * np.arange(math.ceil(hidden / 2)) / hidden
     else:
-        pairs = hidden // 2
-        angles = [position / config.base ** (pair / (pairs - 1)) for pair in range(pairs)]
-    sines = [math.sin(angle) for angle in angles]
-    cosines = [math.cos(angle) for angle in angles]
-    if config.layout == "concatenated":
-        vector = sines + cosines
-    elif config.layout == "cosines_first":
-        vector = cosines + sines
+        exponents = np.linspace(0, 1, hidden // 2)
+    angles = (position + config.offset) / config.base**exponents
+    sines, cosines = np.sin(angles), np.cos(angles)
+    if config.layout == "interleaved":
+        vector = np.stack((sines, cosines), axis=-1).flatten()
     else:
-        vector = [value for pair in zip(sines, cosines, strict=True) for value in pair]
-    if config.frequencies == "vaswani" and hidden % 2:
-        vector.pop()  # the last cosine has no component left
-    return [config.scale * value for value in vector + [0.0] * (hidden - len(vector))]
+        vector = np.concatenate((cosines, sines) if config.layout == "cosines_first" else (sines, cosines))
+    # The last cosine of an odd width has no component left.
+    filled: list[float] = (config.scale * np.append(vector, np.zeros(hidden))[:hidden]).tolist()
+    return filled
 
 
 def learned(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
@@ -90,11 +85,9 @@ def learned(config: Any, part: Any, hidden: int, position: int, length: int) -> 
         return table[position + config.offset]
     place = position * (rows - 1) / (length - 1)
     low = math.floor(place)
-    high = min(low + 1, rows - 1)
-    return [
-        below + (above - below) * (place - low)
-        for below, above in zip(table[low + config.offset], table[high + config.offset], strict=True)
-    ]
+    below, above = (np.array(table[min(row, rows - 1) + config.offset]) for row in (low, low + 1))
+    between: list[float] = (below + (above - below) * (place - low)).tolist()
+    return between
 
 
 def t5_bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
