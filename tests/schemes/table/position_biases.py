@@ -1,4 +1,4 @@
-"""Biases that read absolute positions, in plain Python from the papers, one pair at a time."""
+"""Biases that read absolute positions, from the papers, in double precision."""
 
 from __future__ import annotations
 

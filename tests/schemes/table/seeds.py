@@ -1,4 +1,4 @@
-"""Every scheme once more: slow, plain Python written from the papers, one number at a time in double precision."""
+"""Every scheme once more: slow Python written from the papers, with arrays of numpy, in double precision."""
 
 from __future__ import annotations
 
