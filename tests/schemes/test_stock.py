@@ -40,8 +40,8 @@ EXPRESSIBLE = [
     RopeConfig(scaling=YarnScaling(4.0, 64, beta_fast=8.0)),
     RopeConfig(scaling=YarnScaling(4.0, 64, mscale=0.7, mscale_all_dim=1.0, truncate=False)),
     RopeConfig(scaling=YarnScaling(4.0, 64), attention_scaling=1.5),
-    RopeConfig(theta=100.0, scaling=YarnScaling(4.0, 131072, mscale=0.0, mscale_all_dim=1.0)),
-    # Both ends of the ramp at one pair.
+    # The ramp ends behind the last dimension, and both of its ends at one pair.
+    RopeConfig(theta=100.0, scaling=YarnScaling(4.0, 16384, 64.0, 0.25, mscale=0.0, mscale_all_dim=1.0)),
     RopeConfig(scaling=YarnScaling(8.0, 16, 3.5, 2.6, attention_factor=1.3), rotary_dim=4),
     RopeConfig(scaling=YarnScaling(8.0, 8192, mscale=0.5), rotary_dim=4),
     RopeConfig(scaling=LONG),
