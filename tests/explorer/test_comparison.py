@@ -25,7 +25,9 @@ KEYS = "(panel) => [...document.querySelectorAll(`${panel} .column .key`)].map((
 
 
 def test_two_schemes_stand_beside_each_other_with_the_same_axes(open_page: Any) -> None:
-    page = open_page("#alibi,kerple")
+    page = open_page("#schedule,none")
+    assert "rope" in page.inner_text("#steps .layers")
+    go(page, "#alibi,kerple")
     assert page.input_value("#second") == "kerple"
     for panel in ("#steps", "#decay", "#attention", "#map"):
         assert page.eval_on_selector_all(f"{panel} h3", "all => all.map((one) => one.textContent)") == [
@@ -35,12 +37,19 @@ def test_two_schemes_stand_beside_each_other_with_the_same_axes(open_page: Any) 
     boxes = [one.bounding_box() for one in page.query_selector_all("#decay .column")]
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
-    for axis in ("x", "y"):
-        one, other = page.evaluate(TICKS, ["#decay", axis])
-        assert one == other, axis
-    for panel in ("#attention", "#map"):
-        one, other = page.evaluate(KEYS, panel)
-        assert one == other, panel
+    # Also a scheme of the library beside a formula.
+    for address, axes, panels in (
+        ("#rope,learned_rope", "x", ()),
+        ("#alibi,shaw", "", ("#attention", "#map")),
+        ("#alibi,kerple", "xy", ("#attention", "#map")),
+    ):
+        go(page, address)
+        for axis in axes:
+            one, other = page.evaluate(TICKS, ["#decay", axis])
+            assert one == other, (address, axis)
+        for panel in panels:
+            one, other = page.evaluate(KEYS, panel)
+            assert one == other, (address, panel)
     page.uncheck("#same")
     settle(page)
     one, other = page.evaluate(KEYS, "#map")
@@ -51,18 +60,6 @@ def test_two_schemes_stand_beside_each_other_with_the_same_axes(open_page: Any) 
     assert page.inner_text("#code").splitlines() == [
         f'hf_posenc.patch_model(model, "{name}")' for name in ("alibi", "kerple")
     ]
-
-
-def test_a_scheme_of_the_library_stands_beside_a_formula_with_the_same_axes(open_page: Any) -> None:
-    page = open_page("#rope,learned_rope")
-    one, other = page.evaluate(TICKS, ["#decay", "x"])
-    assert one == other
-    go(page, "#alibi,shaw")
-    for panel in ("#attention", "#map"):
-        one, other = page.evaluate(KEYS, panel)
-        assert one == other, panel
-    go(page, "#schedule,none")
-    assert "rope" in page.inner_text("#steps .layers")
 
 
 def test_the_second_scheme_is_chosen_changed_and_left_and_its_address_restores_it(open_page: Any) -> None:

@@ -84,16 +84,12 @@ class TestTasks:
         counts = Counter(example.answer for example in held_out_examples(task, 30, 400, seed=0))
         assert 150 < counts["1"] < 250  # 5 standard deviations of 10
 
-    @pytest.mark.parametrize("length", [0, -1, 1.5, True, "3"])
-    def test_lengths_that_no_task_has(self, length):
-        with pytest.raises(MeasurementError, match="whole number above 0"):
-            SYNTHETIC_TASKS["copy"].example(length, np.random.default_rng(0))
-
-    def test_there_are_only_so_many_keys(self):
+    def test_lengths_that_no_task_has_and_names_of_none(self):
+        for length in (0, -1, 1.5, True, "3"):
+            with pytest.raises(MeasurementError, match="whole number above 0"):
+                SYNTHETIC_TASKS["copy"].example(length, np.random.default_rng(0))
         with pytest.raises(MeasurementError, match="at most 52"):
             held_out_examples(SYNTHETIC_TASKS["needle"], 53, 1, seed=0)
-
-    def test_an_unknown_task_names_the_nearest(self):
         with pytest.raises(UnknownNameError, match="Did you mean 'reverse'"):
             get_task("revers")
 
@@ -126,16 +122,13 @@ class TestTrainingExamples:
             if is_split(task, length):
                 assert not trained & {example.prompt for example in tested}
 
-    def test_the_split_takes_an_eighth(self):
-        task = SYNTHETIC_TASKS["copy"]
+    def test_the_split_takes_an_eighth_of_many_prompts_and_tests_few_completely(self):
+        task, few = SYNTHETIC_TASKS["copy"], SYNTHETIC_TASKS["repeated_copy"]
         generator = np.random.default_rng(0)
         held = sum(is_held_out(task, 5, task.example(5, generator)) for _ in range(4_000))
         assert 400 < held < 600  # 500 expected, standard deviation 21
-
-    def test_a_length_with_few_prompts_is_not_split_and_is_tested_completely(self):
-        task = SYNTHETIC_TASKS["repeated_copy"]
-        assert not is_split(task, 5)
-        assert len(held_out_examples(task, 5, 100, seed=0)) == 26
+        assert not is_split(few, 5)
+        assert len(held_out_examples(few, 5, 100, seed=0)) == 26
 
     def test_rows_are_padded_to_one_length(self, tokenizer):
         examples = SyntheticExamples("copy", [1, 3], 0, tokenizer, size=10)
@@ -149,15 +142,13 @@ class TestTrainingExamples:
             assert (item["labels"][used:] == IGNORED).all()
             assert item["labels"][used - 1] == tokenizer.eos_token_id
 
-    def test_a_row_that_is_too_short_is_refused_not_cut(self, tokenizer):
+    def test_what_no_items_have(self, tokenizer):
+        # It is not cut.
         with pytest.raises(MeasurementError, match="row_length=8 or more"):
             SyntheticExamples("copy", [3], 0, tokenizer, row_length=7)[0]
-
-    def test_indices_outside(self, tokenizer):
-        examples = SyntheticExamples("copy", None, 0, tokenizer, size=2)
         for index in (2, -1):
             with pytest.raises(IndexError):
-                examples[index]
+                SyntheticExamples("copy", None, 0, tokenizer, size=2)[index]
         with pytest.raises(MeasurementError, match="size is 0"):
             SyntheticExamples("copy", None, 0, tokenizer, size=0)
         with pytest.raises(MeasurementError, match="No lengths"):

@@ -187,6 +187,10 @@ class TestPictures:
         picture = digits.picture(0)
         assert (picture.shape, digits.labels[0]) == ((1, 8, 8), 0)
         assert 0 == picture.min() < picture.max() <= 1
+        chosen = digits.select([5, 3]).select([1])
+        assert isinstance(chosen, Pictures)
+        assert torch.equal(chosen.picture(0), digits.picture(3))
+        assert chosen.labels == (digits.labels[3],)
 
     def test_a_folder_of_classes(self, tmp_path):
         image = pytest.importorskip("PIL.Image")
@@ -215,10 +219,3 @@ class TestPictures:
         assert 0 <= resized(grey, 40, 1).min() <= resized(grey, 40, 1).max() <= 1
         assert resized(torch.full((1, 8, 8), 0.25), 20, 1).sub(0.25).abs().max() < 1e-6
         assert Normalization()(torch.tensor([[[0.0, 1.0]]])).tolist() == [[[-1.0, 1.0]]]
-
-    def test_a_selection_is_made_of_the_same_pictures(self):
-        digits = load_pictures()
-        chosen = digits.select([5, 3]).select([1])
-        assert isinstance(chosen, Pictures)
-        assert torch.equal(chosen.picture(0), digits.picture(3))
-        assert chosen.labels == (digits.labels[3],)

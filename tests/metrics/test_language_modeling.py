@@ -216,7 +216,6 @@ IDS, LLAMA = _text(), "LlamaForCausalLM"
         (LLAMA, IDS, torch.full_like(IDS, IGNORED), {}, "no target"),
         (LLAMA, IDS + 60, IDS, {}, "80 embeddings, for 0 to 79"),
         (LLAMA, IDS, IDS[:, :4], {}, "same"),
-        ("BertModel", IDS, IDS, {}, "AutoModelForMaskedLM"),
         ("T5ForConditionalGeneration", IDS, IDS, {}, "encoder-decoder"),
     ],
 )
@@ -264,11 +263,7 @@ def test_native_is_the_stock_model_and_no_scheme_is_the_one_in_force(tiny_llama,
     result = text_losses(model, word_tokenizer, TEXT, [16, 32], ["native", "none", "learned"], special_tokens=False)
     stock = text_losses(tiny_llama(), word_tokenizer, TEXT, [16, 32], special_tokens=False)
     assert list(result.of("native")) == list(stock.of("native"))
-    as_found = text_losses(model, word_tokenizer, TEXT, [16, 32], special_tokens=False)
-    assert as_found.labels == ["t5"]
-    losses = [result.value(label, "loss", length=32) for label in result.labels]
-    losses.append(as_found.value("t5", "loss", length=32))
-    assert len(set(losses)) == 4
+    assert len({result.value(label, "loss", length=32) for label in result.labels}) == 3
 
 
 def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path):

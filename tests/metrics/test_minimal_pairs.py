@@ -9,6 +9,7 @@ from hf_posenc import UnsupportedError
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.minimal_pairs import (
     ALL,
+    TOKENS_PER_BATCH,
     MinimalPair,
     MinimalPairsTask,
     causal_scores,
@@ -156,10 +157,13 @@ def test_tokens_that_go_on_with_a_word(tokenizer, goes_on, begins):
 
 
 class TestCausalScores:
-    def test_scores_agree_with_a_loop_by_hand(self, tiny_llama):
+    @pytest.mark.parametrize("most", [1, TOKENS_PER_BATCH])
+    def test_scores_agree_with_a_loop_by_hand(self, tiny_llama, monkeypatch, most):
+        monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.TOKENS_PER_BATCH", most)
         tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
-        texts = [("a cat sees", "a cat see"), ("a dog is it", "a dog are it")]
-        shared_characters = (len("a cat see"), len("a dog "))
+        # Texts of equal length share a batch, whatever their pairs share.
+        texts = [("a cows sees", "a cows see"), ("a cat sees", "a cat see"), ("a dog is it", "a dog are it")]
+        shared_characters = (len("a cows see"), len("a cat see"), len("a dog "))
         with torch.no_grad():
             scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, texts))
         for pair, shared, row in zip(texts, shared_characters, scores, strict=True):
@@ -186,16 +190,6 @@ class TestCausalScores:
         assert float(scores[0, 0]) == pytest.approx(followed, abs=3)
         with pytest.raises(MeasurementError, match="neither a bos_token nor an eos_token"):
             causal_scores(model, build_byte_tokenizer(), [([70], [71])])
-
-    def test_batches_do_not_change_scores(self, tiny_llama, monkeypatch):
-        tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
-        texts = [(f"the {noun} sees", f"the {noun} see") for noun in ("cat", "dog", "horse", "cow", "pigs")]
-        pairs = encode_pairs(tokenizer, texts)
-        with torch.no_grad():
-            together = causal_scores(model, tokenizer, pairs)
-            monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.TOKENS_PER_BATCH", 1)
-            alone = causal_scores(model, tokenizer, pairs)
-        assert torch.allclose(together, alone, atol=1e-4)  # float32 sums in another order
 
 
 class TestMaskedScores:

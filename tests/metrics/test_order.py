@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from hf_posenc import patch_model
 from hf_posenc.metrics import MeasurementError, order_sensitivity
 from tests.metrics.conftest import assert_same, fingerprint
 
@@ -9,23 +8,6 @@ from tests.metrics.conftest import assert_same, fingerprint
 @pytest.fixture
 def input_ids():
     return torch.randint(4, 80, (8, 12), generator=torch.Generator().manual_seed(1))
-
-
-def test_every_scheme_makes_an_encoder_sensitive_to_order_and_none_does_not(tiny_bert, input_ids):
-    model = tiny_bert()
-    for scheme in ("native", "sinusoidal", "learned", "t5", "alibi", "rope"):
-        assert order_sensitivity(patch_model(model, scheme), input_ids).mean_relative_change > 1e-4
-    blind = order_sensitivity(patch_model(model, "none"), input_ids)
-    assert blind.max_relative_change <= 1e-5
-    assert blind.argmax_changed is None  # a bare model has no logits
-
-
-def test_a_causal_model_without_positions_is_blind_with_one_layer_only(tiny_llama, input_ids):
-    one = order_sensitivity(patch_model(tiny_llama(num_hidden_layers=1), "none"), input_ids)
-    assert one.max_relative_change <= 1e-5
-    assert one.argmax_changed == 0.0
-    two = order_sensitivity(patch_model(tiny_llama(num_hidden_layers=2), "none"), input_ids)
-    assert two.mean_relative_change > 1e-3
 
 
 def test_figures_agree_with_two_forwards_by_hand_and_the_model_is_left_as_it_was(tiny_llama, input_ids):
@@ -66,6 +48,7 @@ def test_right_padding_does_not_change_the_figures(tiny_bert, input_ids):
         order_sensitivity(tiny_bert(), ids, attention_mask=mask, swap=None, seed=3)
         for ids, mask in ((input_ids, torch.ones_like(input_ids)), (padded, mask))
     )
+    assert plain.argmax_changed is None  # a bare model has no logits
     assert plain.swapped == with_padding.swapped
     assert plain.relative_changes == pytest.approx(with_padding.relative_changes, rel=1e-3)
 

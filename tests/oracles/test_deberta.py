@@ -9,7 +9,6 @@ import accelerate
 import pytest
 import torch
 from torch import Tensor
-from transformers import SEWDConfig, SEWDModel
 
 from hf_posenc import (
     ComposedConfig,
@@ -35,7 +34,6 @@ LEARNED = LearnedConfig(num_positions=64)
 
 #: class, options, the scheme, and lengths: shorter than the span, and beyond it.
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...]]] = {
-    "v1": ("Deberta", {"pos_att_type": BOTH}, DisentangledConfig(max_distance=64), (2, 40)),
     "v1_short_span": (
         "Deberta",
         {"pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8},
@@ -52,12 +50,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...]]] = {
         "Deberta",
         {"pos_att_type": ["p2c"], "max_relative_positions": 8},
         DisentangledConfig("p2c", max_distance=8),
-        (6, 40),
-    ),
-    "v2": (
-        "DebertaV2",
-        {"pos_att_type": BOTH, "max_relative_positions": 8},
-        DisentangledConfig(max_distance=8),
         (6, 40),
     ),
     "v2_buckets": (
@@ -197,34 +189,6 @@ def test_relative_attention_without_terms_has_no_positions_of_its_own(family: st
     table = {"position_biased_input": True}
     assert native_scheme(stock(family, {"pos_att_type": None} | table)) == LEARNED
     assert native_scheme(stock(family, {"relative_attention": False, "pos_att_type": BOTH} | table)) == LEARNED
-
-
-@torch.no_grad()
-def test_sew_d_has_positions_besides() -> None:
-    torch.manual_seed(0)
-    convolutions: dict[str, Any] = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
-    config = SEWDConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
-        position_buckets=8,
-        squeeze_factor=1,
-        **convolutions,
-    )
-    model = SEWDModel(config).eval()
-    sound = torch.randn(1, 1000)
-    before = model(sound).last_hidden_state
-    with pytest.raises(UnsupportedError, match="a convolution over neighbouring embeddings, besides disentangled"):
-        native_scheme(model)
-    patch_model(model, "disentangled", max_distance=24, buckets=8)
-    after = model(sound).last_hidden_state
-    assert after.isfinite().all()
-    assert not torch.equal(after, before)
-    unpatch_model(model)
-    assert torch.equal(model(sound).last_hidden_state, before)
 
 
 def heads_of(projected: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("audio-wav2vec2-conformer", {"position_embeddings_type": "rotary"}, "before"),
     ("audio-wav2vec2-bert", {}, "shaw"),
     ("audio-parakeet_encoder", {}, "transformer_xl"),
+    ("audio-sew-d", {}, "besides disentangled"),
     ("audio-qwen2_audio_encoder", {}, "learned"),
     ("time series-timesfm", {"use_positional_embedding": True}, "sinusoidal"),
     ("time series-patchtst", {}, "learned"),

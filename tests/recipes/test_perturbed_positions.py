@@ -172,22 +172,6 @@ def test_no_gradient_flows_through_the_standard_view():
 # What the model is given
 
 
-def test_transformers_takes_a_jump_of_positions_for_another_document():
-    """The reason for the explicit mask. If this no longer holds, the mask can go."""
-    model, ids = patched("llama_gqa", None), tokens(batch=1)
-    moved = torch.arange(14).unsqueeze(0) + 9 * (torch.arange(14) >= 7)
-    changed = ids.clone()
-    changed[0, 6] = (ids[0, 6] + 1) % 90
-
-    def behind(rows: Tensor, **arguments: Any) -> Tensor:
-        return model(rows, position_ids=moved, use_cache=False, **arguments).logits[0, 7:]
-
-    with torch.no_grad():
-        assert torch.equal(behind(ids), behind(changed))
-        mask = torch.ones_like(ids)
-        assert not torch.equal(behind(ids, attention_mask=mask), behind(changed, attention_mask=mask))
-
-
 @pytest.mark.parametrize(
     ("scheme", "attention", "shift"),
     in_turn([None, "rope", "alibi", "t5", ["native", "kerple"]], ["eager", "sdpa"], ["skip", "cyclic"]),

@@ -286,6 +286,8 @@ def test_the_base_of_the_old_rotation_is_kept():
     assert (given.new.theta, given.options) == (9.0, {})
     default = swap_scheme(patched("llama_gqa", RopeConfig(theta=777.0)), "p_rope", initialization="default")
     assert default.new.theta == 10000.0
+    scaled = patched("llama_gqa", RopeConfig(theta=500.0, scaling=LinearScaling(2.0)))
+    assert swap_scheme(scaled, "rope").new == RopeConfig(theta=500.0)
 
 
 @pytest.mark.parametrize("new", [T5Config(), LearnedConfig(num_positions=32)], ids=str)
@@ -373,9 +375,3 @@ def test_a_refused_swap_changes_nothing(refused, gradual):
     assert (encoding is None) == (old is None)
     assert encoding is None or encoding.config == T5Config() or old == "none"
     assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
-
-
-def test_a_swap_of_scaled_rope_keeps_no_more_than_its_base():
-    model = patched("llama_gqa", RopeConfig(theta=500.0, scaling=LinearScaling(2.0)))
-    swap = swap_scheme(model, "rope")
-    assert swap.new == RopeConfig(theta=500.0)

@@ -17,12 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import (
     AttentionPairs,
+    BlendedConfig,
     DistanceBias,
+    LearnedRopeConfig,
     PairwiseBias,
     Part,
     Positions,
     QueryKeyMap,
+    RopeConfig,
     SchemeConfig,
+    XposConfig,
     get_scheme,
     list_schemes,
     scheme_from_dict,
@@ -242,6 +246,7 @@ def test_gradient_reaches_every_parameter_and_nothing_else_is_state(name, config
         ("grape", {"initial_rate": 0.2}, "rate", math.log(math.expm1(0.2)), 0.0),
         ("fire", {"initial_c": 3.0}, "c", 3.0, 0.0),
         ("grape_m", {"initial_bias": 0.5}, "bias", 0.5, 0.0),
+        ("cope", {}, "weight", 0.0, 0.0),
         ("cope", {"initial_std": 0.5}, "weight", 0.0, 0.5),
         ("repo", {"initial_std": 0.5, "width": 40}, "gate", 0.0, 0.5),
         ("selective_rope", {"initial_std": 0.5}, "down", 0.0, 0.5),
@@ -368,8 +373,31 @@ def test_maps_equal_their_reference(row: Row, config: SchemeConfig, trained: boo
         for position in (0, 1, 19, 39):
             expected = row.reference(config, HEAD_DIM, x[1, -1, position].tolist(), position, length)
             torch.testing.assert_close(mapped[1, -1, position], torch.tensor(expected), rtol=1e-4, atol=2e-5)
-    half = parts.query_key_map.map_query(query.bfloat16(), phases)
-    assert half.dtype == torch.bfloat16
+
+
+#: Chains of maps do what any of the maps does. Pairs of heads, as in `rope_pp`, have a test of their own.
+MAPS = [
+    *(config for name, config, _ in VARIANTS if name != "rope_pp" and parts_for(config).query_key_map is not None),
+    BlendedConfig(RopeConfig(rotary_dim=4), XposConfig(), 0.5),
+    BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5),
+]
+
+
+@pytest.mark.parametrize("config", MAPS, ids=repr)
+def test_maps_do_what_they_say(config: SchemeConfig) -> None:
+    part: Any = parts_for(config, trained=True).query_key_map
+    width = getattr(config, "rotary_dim", None) or part.rotary_dim
+    x = torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM).bfloat16()
+    phases = part.phases(positions_of(12))
+    query, key = part.map_query(x, phases), part.map_key(x, phases)
+    assert query.shape == key.shape == (1, KEY_VALUE_HEADS, 12, part.width_factor * HEAD_DIM)
+    assert query.dtype == key.dtype == torch.bfloat16
+    assert torch.equal(query, key) == part.symmetric
+    assert part.rotary_dim == width
+    if part.width_factor == 1:
+        assert torch.equal(query[..., width:], x[..., width:])
+    # The axes of heads and tokens, in either order, of phases that have an axis of heads.
+    assert part.whole_heads == any(one.ndim == 4 and one.shape[1] * one.shape[2] > 12 for one in phases)
 
 
 @kind("logits")

@@ -29,8 +29,8 @@ from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.mrope import default_sections
 from hf_posenc.schemes.rotary.rope_nd import axial_frequencies
 
-from .building import build, counted, image, logits_of, mapped, pairs_at, part_of, placed_at, random_heads, redraw
-from .table import coordinates, distance_biases, seeds
+from .building import build, counted, image, logits_of, pairs_at, part_of, placed_at, random_heads, redraw
+from .table import distance_biases, seeds
 from .table.row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS
 
 SIZE = (3, 4)
@@ -103,9 +103,7 @@ def run(config: SchemeConfig, positions: Positions, **cast: Any) -> Tensor:
 
 
 def bias_at(config: SchemeConfig, part: Any, head: int, query: list[int], key: list[int]) -> float:
-    """The bias of two places: arXiv:2311.00566 (alibi), arXiv:2012.14740 (t5), arXiv:2103.14030 (swin),
-    arXiv:2111.09883 (log_cpb).
-    """
+    """The bias of two places: arXiv:2311.00566 (alibi), arXiv:2012.14740 (t5), arXiv:2111.09883 (log_cpb)."""
     match config:
         case AlibiConfig():
             return -seeds.alibi_slope(HEADS, head) * math.dist(query, key)
@@ -115,18 +113,15 @@ def bias_at(config: SchemeConfig, part: Any, head: int, query: list[int], key: l
                 for here, there in zip(query, key, strict=True)
             )
             return sum(part.weight[axis, bucket, head].item() for axis, bucket in enumerate(buckets))
-        case SwinConfig():
-            row = 0
-            for here, there, size in zip(query, key, config.grid, strict=True):
-                row = row * (2 * size - 1) + here - there + size - 1
-            return float(part.weight[row, head])
         case LogCpbConfig():
             back = [here - there for here, there in zip(query, key, strict=True)]
             return distance_biases.log_cpb_of(config, part, head, back)
     raise NotImplementedError(config)
 
 
-@pytest.mark.parametrize("config", [config for config in ALL_RELATIVE if not isinstance(config, RopeNdConfig)], ids=str)
+@pytest.mark.parametrize(
+    "config", [config for config in ALL_RELATIVE if not isinstance(config, RopeNdConfig | SwinConfig)], ids=str
+)
 def test_biases_equal_a_slow_reference(config: Any) -> None:
     positions = image(*size_of(config), prefix=2)
     parts = parts_of(config)
@@ -139,67 +134,39 @@ def test_biases_equal_a_slow_reference(config: Any) -> None:
             for j, there in enumerate(places):
                 if min(i, j) >= 2:
                     expected = bias_at(config, parts.logit_bias, head, here, there)
-                elif getattr(config, "class_entries", False):
-                    expected = parts.logit_bias.weight[-3 + (2 if max(i, j) < 2 else int(i >= 2)), head].item()
                 else:
                     expected = getattr(config, "limit", 0.0) / 2
                 assert bias[head][i][j] == pytest.approx(expected, abs=2e-5), (head, i, j)
 
 
-@pytest.mark.parametrize("config", [config for config in ALL_RELATIVE if isinstance(config, RopeNdConfig)], ids=str)
-def test_rotations_equal_a_slow_reference(config: RopeNdConfig) -> None:
-    """Pair by pair; tokens without a place keep their heads."""
+@pytest.mark.parametrize("config", [config for config in ADDED if isinstance(config, SinusoidalConfig)], ids=str)
+def test_added_vectors_equal_a_slow_reference(config: SinusoidalConfig) -> None:
     positions = image(*size_of(config), prefix=2)
-    part = part_of(config, causal=False)
-    width, layout = config.rotary_dim or HEAD_DIM, "half" if config.layout == "auto" else config.layout
-    heads = random_heads(positions.ids.shape[-1])
-    for before, turned in zip(heads, mapped(part, positions, heads), strict=True):
-        assert torch.equal(turned[:, :, :2], before[:, :, :2])
-        for head in range(before.shape[1]):
-            key_head = head * KEY_VALUE_HEADS // before.shape[1]
-            frequencies = coordinates.spectrum(config, part, key_head, width, len(positions.coordinates))
-            for token in range(2, before.shape[2]):
-                place = [coordinate + config.origin for coordinate in positions.coordinates[:, 0, token].tolist()]
-                read = place[::-1] if config.columns_first else place
-                pairs_of_axes = zip(*frequencies, strict=True)
-                angles = [sum(p * f for p, f in zip(read, pair, strict=True)) for pair in pairs_of_axes]
-                vector = before[0, head, token].tolist()
-                if layout == "half_by_axis":
-                    block = width // len(place)
-                    expected = []
-                    for start in range(0, width, block):
-                        pairs = angles[start // 2 : (start + block) // 2]
-                        expected += seeds.rotate(vector[start : start + block], pairs, "half", 1, 1.0)
-                    expected += vector[width:]
-                else:
-                    expected = seeds.rotate(vector, angles, layout, 1, 1.0)
-                torch.testing.assert_close(turned[0, head, token], torch.tensor(expected), rtol=1e-4, atol=2e-5)
+    plain = dataclasses.replace(config, axes=1, columns_first=False)
+    first, second, *vectors = run(config, positions)[0].tolist()
+    assert first == second == [0.0] * HIDDEN
+    for place, vector in zip(positions.coordinates[:, 0, 2:].T.tolist(), vectors, strict=True):
+        expected = []
+        for coordinate in place[::-1] if config.columns_first else place:
+            expected += seeds.sinusoidal(plain, None, HIDDEN // len(place), coordinate, 0)
+        assert vector == pytest.approx(expected, abs=2e-6), place
 
 
-@pytest.mark.parametrize("config", ADDED, ids=str)
-def test_added_vectors_equal_a_slow_reference(config: Any) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [one for one in ALL_RELATIVE + ADDED if isinstance(one, RopeNdConfig | SwinConfig | LearnedConfig)],
+    ids=str,
+)
+def test_places_are_those_of_tokens_that_fill_the_grid(config: Any) -> None:
+    """Which the table compares with slow references."""
     size = size_of(config)
+    grid = {"grid": size[1:]} if isinstance(config, RopeNdConfig) else {}
+    config = dataclasses.replace(config, num_prefix_tokens=2, **grid)
     positions = image(*size, prefix=2)
-    part: Any = parts_of(config).additive
-    for token, (place, vector) in enumerate(
-        zip(positions.coordinates[:, 0].T.tolist(), part(positions)[0].tolist(), strict=True)
-    ):
-        if isinstance(config, LearnedConfig):
-            row = 0
-            for coordinate, count in zip(place, size, strict=True):
-                row = row * count + coordinate
-            row = token if token < 2 else config.num_prefix_tokens + row
-            known = token >= 2 or token < config.num_prefix_tokens
-            expected = part.weight[row].tolist() if known else [0.0] * HIDDEN
-        elif token < 2:
-            expected = [0.0] * HIDDEN
-        else:
-            plain = dataclasses.replace(config, axes=1, columns_first=False)
-            order = place[::-1] if config.columns_first else place
-            expected = []
-            for coordinate in order:
-                expected += seeds.sinusoidal(plain, None, HIDDEN // len(place), coordinate, 0)
-        assert vector == pytest.approx(expected, abs=2e-6), token
+    torch.testing.assert_close(run(config, positions), run(config, counted(positions.ids.shape[-1])))
+    if isinstance(config, LearnedConfig):
+        # Another token without a place has no row.
+        assert not run(dataclasses.replace(config, num_prefix_tokens=1), positions)[0, 1].any()
 
 
 @pytest.mark.parametrize("config", [*RELATIVE, *ADDED[:2], ADDED[3]], ids=str)

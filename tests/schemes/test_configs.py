@@ -48,32 +48,15 @@ def test_the_smallest_base_is_finite_at_every_position():
     assert LearnedConfig(offset=2**20).offset == 2**20
 
 
-def test_lists_become_tuples():
-    config = RopeConfig(inverse_frequencies=[1.0, 0.5])
-    assert config.inverse_frequencies == (1.0, 0.5)
-    assert hash(config) == hash(RopeConfig(inverse_frequencies=(1.0, 0.5)))
-    assert hash(ComposedConfig([AlibiConfig()])) == hash(ComposedConfig((AlibiConfig(),)))
-
-
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("RoPE", "Did you mean 'rope'? All"),
         ("ALiBi", "Did you mean 'alibi'? All"),
         ("NoPE", "Did you mean 'none'?"),
-        ("fox", "Did you mean 'forget_gate'?"),
-        ("cable", "Did you mean 'forget_gate'?"),
-        ("TXL", "Did you mean 'transformer_xl'?"),
-        ("ricker", "Did you mean 'wavelet'?"),
         ("rnope", "Did you mean 'interleaved'?"),
-        ("DCA", "Did you mean 'dual_chunk'?"),
-        ("BiPE", "Did you mean 'hierarchical'?"),
-        ("lerope", "Did you mean 'learned_rope'?"),
-        ("wpe", "Did you mean 'learned'?"),
         ("relative", "Did you mean 'shaw' or 't5'"),
         ("yarn", 'scaling={"type": "yarn", "factor": ..., "original_max_positions": ...}'),
         ("pi", 'scaling={"type": "linear", "factor": ...}'),
-        ("ntk", 'scaling={"type": "ntk", "factor": ...}'),
         ("drope", "hf_posenc.recipes.drope(total_steps)"),
     ],
 )
@@ -84,13 +67,9 @@ def test_words_of_the_field_lead_to_the_scheme(word, hint):
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("example", sorted(set(other_names._SCALINGS.values())))
-def test_every_scaling_in_a_hint_is_written_with_the_options_it_needs(example):
-    kind, *options = example
-    assert options == required_options(RopeScaling.type_named(kind))
-
-
-def test_every_hint_names_something_that_exists():
+def test_every_hint_names_something_that_exists_with_the_options_it_needs():
+    for kind, *options in other_names._SCALINGS.values():
+        assert options == required_options(RopeScaling.type_named(kind))
     for names in other_names._SCHEMES.values():
         for name in names:
             get_scheme(name)

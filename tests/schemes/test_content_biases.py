@@ -87,14 +87,6 @@ def test_cope_equals_the_listing_of_its_paper() -> None:
     torch.testing.assert_close(values[2, :3], torch.tensor([0.035822, -0.025904, -0.069140]), rtol=0, atol=1e-6)
 
 
-def test_cope_starts_without_effect_and_learns_from_there() -> None:
-    bias = part_of(CopeConfig())
-    values = bias(pairs_at(counted(LENGTH)))
-    assert not values.any()
-    values.sum().backward()
-    assert bias.weight.grad.abs().sum() > 0
-
-
 def test_decay_times_are_those_after_which_1_over_e_is_left() -> None:
     bias = part_of(ForgetGateConfig("bias_only", decay_times=(2.0, 200.0)), **PLACE)
     remembered = bias(torch.tensor([-2, -20, -200])).exp().diagonal()
@@ -124,25 +116,6 @@ def test_constants_of_inference_mode_can_be_used_in_training() -> None:
     query, key = (heads.requires_grad_() for heads in random_heads(LENGTH, **PLACE))
     bias(pairs_at(counted(LENGTH), heads=(query, key))).sum().backward()
     assert query.grad.any()  # type: ignore[union-attr]
-
-
-# --- sinusoids of the distance
-
-UNCLIPPED = pytest.mark.parametrize("config", [TransformerXLConfig(), ShawConfig("sinusoidal")], ids=repr)
-
-
-def bias_at(config: SchemeConfig, ids: Tensor) -> Tensor:
-    bias = part_of(config, head_dim=32, num_heads=3, num_key_value_heads=3)
-    redraw(bias)
-    heads = tuple(x[:, :, : len(ids)] for x in random_heads(65, 3, 3, 32))
-    return pairwise_bias(bias, pairs_at(at(ids), heads=heads))
-
-
-@UNCLIPPED
-@pytest.mark.parametrize("shift", [1_000, 1_000_000])
-def test_sinusoids_of_the_distance_do_not_see_a_shift(config: SchemeConfig, shift: int) -> None:
-    near, far = (bias_at(config, torch.arange(start, start + LENGTH)) for start in (0, shift))
-    torch.testing.assert_close(near, far, rtol=0, atol=2e-5)
 
 
 # --- real positions, and what a layer has to give
@@ -232,28 +205,6 @@ def test_a_causal_model_has_vectors_for_earlier_keys_only() -> None:
     ):
         assert getattr(build(config, causal=causal, **PLACE).logit_bias, table).shape == shape
     assert build(DisentangledConfig("p2c", 20, 6)).logit_bias.key_weight is None
-
-
-@pytest.mark.parametrize(("terms", "products"), [("c2p|p2c", 3), ("c2p", 2), ("p2c", 2)])
-def test_the_factor_of_the_logits_is_completed(terms: str, products: int) -> None:
-    config = DisentangledConfig(terms, max_distance=4)
-    assert build(config, logit_terms=products).logit_scale is None
-    for made_for in (1, 4):
-        scale = build(config, logit_terms=made_for).logit_scale
-        torch.testing.assert_close(scale(counted(5)), torch.full((1, 1, 5), (made_for / products) ** 0.5))
-
-
-@pytest.mark.parametrize("terms", ["c2p|p2c", "c2p", "p2c"])
-def test_scaled_queries_and_keys_give_the_same_bias(terms: str) -> None:
-    """Some modules multiply their queries or keys before the product, and nothing after it."""
-    bias = build(DisentangledConfig(terms, max_distance=4), causal=False, **PLACE).logit_bias
-    query, key = random_heads(9, **PLACE)
-    pairs = dataclasses.replace(pairs_at(counted(9), heads=(query, key)), scaling=0.3)
-    for of_query, of_key in ((0.3, 1.0), (1.0, 0.3), (0.5, 0.6)):
-        scaled = dataclasses.replace(
-            pairs, query=query * of_query, key=key * of_key, scaling=1.0, query_factor=of_query, key_factor=of_key
-        )
-        torch.testing.assert_close(bias(scaled), bias(pairs), rtol=1e-5, atol=1e-6)
 
 
 # --- biases that leave out what is the same for all, against the plain way

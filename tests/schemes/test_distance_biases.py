@@ -44,16 +44,12 @@ def test_asymmetric_heads_look_one_way_and_never_degenerate(heads):
     assert torch.isfinite(bias_of(AlibiConfig("asymmetric"), heads, causal=False)(places + 1).softmax(dim=-1)).all()
 
 
-def test_learned_slopes_start_as_alibi_and_stay_positive():
-    fixed, learned = bias_of(AlibiConfig()), bias_of(AlibiConfig(learnable=True))
-    distance = torch.arange(-20, 1)
-    assert not list(fixed.parameters())
-    torch.testing.assert_close(fixed(distance), learned(distance), rtol=1e-6, atol=1e-6)
+def test_learned_slopes_stay_positive():
+    learned = bias_of(AlibiConfig(learnable=True))
     optimizer = torch.optim.SGD(learned.parameters(), lr=1.0)
-    learned(distance).sum().neg().backward()
+    learned(torch.arange(-20, 1)).sum().neg().backward()
     optimizer.step()
     assert (learned.slopes > 0).all()
-    assert not torch.equal(learned.slopes, fixed.slopes)
 
 
 @given(buckets=st.integers(2, 40).map(lambda n: 2 * n), factor=st.integers(2, 40), bidirectional=st.booleans())
@@ -63,14 +59,6 @@ def test_t5_buckets_equal_transformers(buckets, factor, bidirectional):
     ours = relative_position_bucket(distance, buckets, buckets * factor, bidirectional)
     theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, buckets * factor)
     assert torch.equal(ours, theirs)
-
-
-def test_t5_direction_follows_the_model_and_per_layer_the_config():
-    assert bias_of(T5Config(), causal=False).bidirectional
-    assert not bias_of(T5Config(), causal=True).bidirectional
-    assert bias_of(T5Config(bidirectional=True), causal=True).bidirectional
-    assert not T5Config().per_layer
-    assert T5Config(shared=False).per_layer
 
 
 def kerple(config: KerpleConfig, r1: list[float], r2: list[float]) -> KerpleBias:

@@ -14,7 +14,6 @@ from hf_posenc.schemes import (
     AlibiConfig,
     AttentionPairs,
     BinaryConfig,
-    BlendedConfig,
     BuildContext,
     ComposedConfig,
     CopeConfig,
@@ -23,7 +22,6 @@ from hf_posenc.schemes import (
     HierarchicalConfig,
     IntegerConfig,
     LearnedConfig,
-    LearnedRopeConfig,
     LowRankRelativeConfig,
     NoneConfig,
     PairwiseBias,
@@ -39,7 +37,6 @@ from hf_posenc.schemes import (
     ShawConfig,
     SinusoidalConfig,
     T5Config,
-    XposConfig,
 )
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.parts import Reach
@@ -61,21 +58,6 @@ def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
         dynamic.check_cache(9, 20)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (PositionScaleConfig(RopeConfig(rotary_dim=4)), (4, True, False, 1)),
-        # A chain of maps does what any of them does.
-        (BlendedConfig(RopeConfig(rotary_dim=4), XposConfig(), 0.5), (16, False, False, 1)),
-        (BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5), (16, True, True, 1)),
-    ],
-)
-def test_mapped_rotations_say_what_they_do(config: SchemeConfig, expected: tuple[Any, ...]) -> None:
-    rotation: Any = build(config).query_key_map
-    assert (rotation.rotary_dim, rotation.symmetric, rotation.whole_heads, rotation.width_factor) == expected
-    assert not rotation.mapped_again
-
-
 @pytest.mark.parametrize("inner", [AlibiConfig(), ShawConfig()])
 def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner: SchemeConfig) -> None:
     assert build(RandomizedConfig(inner)).logit_bias.reads_later_keys
@@ -85,6 +67,7 @@ def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner: Sche
 def test_a_map_hides_no_correction_of_logits() -> None:
     parts: Any = build(PositionShiftConfig(ReRopeConfig(window=1)))
     assert parts.query_key_map.mapped_again
+    assert not build(PositionShiftConfig()).query_key_map.mapped_again  # type: ignore[union-attr]
     assert parts.logit_bias.reads_heads
     assert parts.logit_bias.replaces_logits
     assert not build(PositionShiftConfig(ReRopeConfig(AlibiConfig(), window=1))).logit_bias.replaces_logits
@@ -179,6 +162,10 @@ def test_every_part_of_a_scheme_is_mapped() -> None:
     config = PositionScaleConfig(together, factor=3)
     torch.testing.assert_close(logits(config), logits(together, thrice), rtol=0, atol=1e-5)
     assert torch.equal(build(config).additive(TOKENS), build(SinusoidalConfig()).additive(thrice))
+    # Maps nest from the outside in.
+    nested = PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=1.5), maximum=5)
+    at_ids = build(SinusoidalConfig()).additive(at([0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 7.5]))
+    assert torch.equal(build(nested).additive(counted(7)), at_ids)
 
 
 def test_a_mapped_table_takes_over_native_rows() -> None:
@@ -186,19 +173,6 @@ def test_a_mapped_table_takes_over_native_rows() -> None:
     native = torch.randn(20, part.inner.weight.shape[1])
     assert part.adopt(native)
     assert torch.equal(part(counted(5))[0], native[2:7])
-
-
-@pytest.mark.parametrize(
-    ("config", "ids"),
-    [
-        (PositionShiftConfig(SinusoidalConfig(), offset=2), [2, 3, 4]),
-        # Maps nest from the outside in.
-        (PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=2), maximum=5), [0, 2, 4, 6, 8, 10, 10]),
-        (PositionScaleConfig(SinusoidalConfig(), factor=1.5), [0.0, 1.5, 3.0, 4.5]),
-    ],
-)
-def test_added_vectors_are_those_of_mapped_positions(config: SchemeConfig, ids: list[float]) -> None:
-    assert torch.equal(build(config).additive(counted(len(ids))), build(SinusoidalConfig()).additive(at(ids)))
 
 
 def test_padding_stays_padding_and_whole_factors_keep_positions_whole() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -20,16 +19,15 @@ from hf_posenc.schemes import (
     to_rope_parameters,
 )
 from hf_posenc.schemes.rotary.fope import FopeConfig
-from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig
-from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
+from hf_posenc.schemes.rotary.resonance import ResonanceScaling
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
 from .building import at, counted, logits_of, mapped, part_of, random_heads
-from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, context_for
 
 
 def logits(parts: SchemeParts, ids: list[int]) -> Tensor:
@@ -111,46 +109,21 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
 
 
 @pytest.mark.parametrize(
-    ("config", "rotary_dim", "symmetric", "whole_heads", "width_factor", "per_layer"),
+    ("config", "per_layer"),
     [
-        (XposConfig(rotary_dim=8), 8, False, False, 1, False),
-        (PopeConfig(), HEAD_DIM, False, True, 2, True),
-        (LearnedRopeConfig(), HEAD_DIM, True, False, 1, False),
-        (LearnedRopeConfig(sharing="layer"), HEAD_DIM, True, False, 1, True),
-        (LearnedRopeConfig(sharing="head", rotary_dim=8), 8, True, True, 1, True),
-        (StringConfig(rotary_dim=8), 8, True, True, 1, True),
-        (StringConfig(per_head=False), HEAD_DIM, True, False, 1, True),
-        (StringConfig("circulant"), HEAD_DIM, True, True, 1, True),
-        (HopeConfig(), HEAD_DIM, True, False, 1, False),
-        (FopeConfig(), HEAD_DIM, True, True, 1, False),
-        (FopeConfig(learnable=True), HEAD_DIM, True, True, 1, True),
-        (ResonanceConfig(), HEAD_DIM, True, False, 1, False),
-        (RopeNdConfig(grid=(4,), assignment="golden"), HEAD_DIM, True, True, 1, False),
-        (RopeNdConfig(grid=(4,), assignment="golden", per_head=False), HEAD_DIM, True, False, 1, False),
-        (RopeNdConfig(grid=(4,), assignment="mixed"), HEAD_DIM, True, True, 1, True),
+        (PopeConfig(), True),
+        (LearnedRopeConfig(), False),
+        (LearnedRopeConfig(sharing="layer"), True),
+        (StringConfig(), True),
+        (FopeConfig(), False),
+        (FopeConfig(learnable=True), True),
+        (RopeNdConfig(grid=(4,), assignment="golden"), False),
+        (RopeNdConfig(grid=(4,), assignment="mixed"), True),
     ],
     ids=repr,
 )
-def test_maps_say_what_they_do(config, rotary_dim, symmetric, whole_heads, width_factor, per_layer):
-    parts = parts_for(config, trained=True)
-    part = parts.query_key_map
-    assert (part.rotary_dim, part.symmetric, part.whole_heads, part.width_factor) == (
-        rotary_dim,
-        symmetric,
-        whole_heads,
-        width_factor,
-    )
+def test_layers_have_maps_of_their_own_where_they_learn_them(config, per_layer):
     assert config.per_layer == per_layer
-    x = torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM).bfloat16()
-    phases = part.phases(counted(12))
-    query, key = part.map_query(x, phases), part.map_key(x, phases)
-    assert query.shape == key.shape == (1, KEY_VALUE_HEADS, 12, width_factor * HEAD_DIM)
-    assert query.dtype == key.dtype == torch.bfloat16
-    assert torch.equal(query, key) == (symmetric or (config.name == "pope" and not part.delta.any()))
-    if width_factor == 1:
-        assert torch.equal(query[..., rotary_dim:], x[..., rotary_dim:])
-    # The axes of heads and tokens, in either order, of phases that have an axis of heads.
-    assert any(phase.ndim == 4 and phase.shape[1] * phase.shape[2] > 12 for phase in phases) == whole_heads
 
 
 def test_resonance_is_a_scaling_that_wraps_another():
@@ -169,10 +142,3 @@ def test_resonance_is_a_scaling_that_wraps_another():
     assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
     with pytest.raises(UnsupportedError, match="no type for the scaling 'resonance'"):
         to_rope_parameters(config, context_for(config))
-
-
-@pytest.mark.parametrize("name", ["xpos", "string", "learned_rope", "hope", "resonance", "fope"])
-def test_odd_heads_are_refused_where_pairs_are_needed(name):
-    for variant in TABLE[name].variants:
-        with pytest.raises(ValueError, match="would rotate 15"):
-            part_of(dataclasses.replace(variant, rotary_dim=None), head_dim=15)

@@ -18,12 +18,8 @@ from hf_posenc.schemes import (
     ClippedScaling,
     DynamicScaling,
     DynamicYarnScaling,
-    LinearScaling,
-    Llama3Scaling,
     LongRopeScaling,
     RopeConfig,
-    RopeScaling,
-    YarnScaling,
 )
 from hf_posenc.schemes.rotary.p_rope import p_rope_inverse_frequencies
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -46,52 +42,10 @@ def stock_spectrum(
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=length)
 
 
-def parameters_of(scaling: RopeScaling, theta: float) -> dict[str, Any]:
-    """The options under the names that they have in transformers."""
-    renamed = {"original_max_positions": "original_max_position_embeddings"}
-    names = [field.name for field in dataclasses.fields(scaling)]
-    options = {renamed.get(name, name): getattr(scaling, name) for name in names}
-    return {"rope_type": scaling.type, "rope_theta": theta} | options
-
-
 def assert_same(ours: tuple[torch.Tensor, float], theirs: tuple[torch.Tensor, float], rtol: float = 1e-7) -> None:
     assert ours[0].dtype == torch.float32
     torch.testing.assert_close(ours[0], theirs[0], rtol=rtol, atol=0)
     assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
-
-
-#: Scalings whose spectrum is the same at all lengths.
-CONSTANT: dict[str, st.SearchStrategy[RopeScaling]] = {
-    "linear": st.builds(LinearScaling, factors),
-    "yarn": st.builds(
-        lambda factor, original, fast, slow, attention, mscales, truncate: YarnScaling(
-            factor, original, fast, slow, attention, *mscales, truncate
-        ),
-        factors,
-        originals,
-        st.floats(1.5, 64.0),
-        st.floats(0.25, 1.25),
-        st.sampled_from([None, 1.3]),
-        st.sampled_from([(None, None), (1.0, 1.0), (0.707, 1.0), (0.0, 1.0), (0.5, None)]),
-        st.booleans(),
-    ),
-    "llama3": st.builds(
-        lambda factor, low, gap, original: Llama3Scaling(factor, low, low + gap, original),
-        factors,
-        st.floats(0.5, 2.0),
-        st.floats(0.1, 8.0),
-        originals,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CONSTANT)
-@given(theta=thetas, width=widths, data=st.data())
-@grid
-def test_constant_scalings_equal_transformers(name, theta, width, data):
-    scaling = data.draw(CONSTANT[name])
-    theirs = stock_spectrum(parameters_of(scaling, theta), width)
-    assert_same(scaling.spectrum(theta, width), theirs, rtol=0 if name == "linear" else 1e-7)
 
 
 @given(theta=thetas, width=widths, factor=factors, original=originals, stretch=st.floats(0.1, 40.0))
@@ -181,22 +135,6 @@ CLIPPED = [
 
 def test_clipped_equals_the_authors_code():
     assert_same(ClippedScaling(20).spectrum(5e5, 48), (torch.tensor(CLIPPED), 1.0))
-
-
-@given(theta=thetas, width=widths, original=originals)
-@grid
-def test_clipping_by_length_slows_down_the_pairs_without_a_whole_turn(theta, width, original):
-    plain = rope_inverse_frequencies(theta, width)
-    slow = int((plain * original < 2 * math.pi).sum())
-    if slow < 2:
-        with pytest.raises(ValueError, match="changes nothing"):
-            ClippedScaling(original_max_positions=original).spectrum(theta, width)
-        return
-    found = ClippedScaling(original_max_positions=original).spectrum(theta, width)[0]
-    assert torch.equal(found, ClippedScaling(slow).spectrum(theta, width)[0])
-    assert torch.equal(found[: width // 2 - slow + 1], plain[: width // 2 - slow + 1])
-    assert (found[width // 2 - slow + 1 :] < plain[width // 2 - slow + 1 :]).all()
-    assert found[-1] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,16 @@ EXPRESSIBLE = [
     RopeConfig(scaling=YarnScaling(4.0, 64, beta_fast=8.0)),
     RopeConfig(scaling=YarnScaling(4.0, 64, mscale=0.7, mscale_all_dim=1.0, truncate=False)),
     RopeConfig(scaling=YarnScaling(4.0, 64), attention_scaling=1.5),
+    # The ramp ends behind the last dimension, and both of its ends at one pair.
+    RopeConfig(theta=100.0, scaling=YarnScaling(4.0, 16384, 64.0, 0.25, mscale=0.0, mscale_all_dim=1.0)),
+    RopeConfig(scaling=YarnScaling(8.0, 16, 3.5, 2.6, attention_factor=1.3), rotary_dim=4),
+    RopeConfig(scaling=YarnScaling(8.0, 8192, mscale=0.5), rotary_dim=4),
     RopeConfig(scaling=LONG),
     RopeConfig(scaling=dataclasses.replace(LONG, attention_factor=1.25)),
     RopeConfig(scaling=LONG, attention_scaling=1.25),
     RopeConfig(scaling=LinearScaling(2.0), attention_scaling=1.0),
     RopeConfig(scaling=Llama3Scaling(8.0, original_max_positions=64)),
+    RopeConfig(theta=100.0, scaling=Llama3Scaling(3.5, 0.5, 0.6, 16)),
     PRopeConfig(theta=1e6, fraction=0.4),
 ]
 

@@ -1,10 +1,11 @@
-"""Biases that read queries, keys or hidden states, in plain Python from the papers, one pair at a time."""
+"""Biases that read queries, keys or hidden states, from the papers, in double precision: mostly one pair at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.disentangled import DisentangledConfig
@@ -19,8 +20,12 @@ from hf_posenc.schemes.rotary.grape_m import GrapeMConfig
 from hf_posenc.schemes.rotary.repo import RepoConfig
 from hf_posenc.schemes.rotary.selective_rope import SelectiveRopeConfig
 
-from .row import LogitCase, Logits, Row, dot
+from .row import LogitCase, Logits, Row, array, dot
 from .seeds import alibi_slope, rope_spectrum, rotate
+
+
+def logistics(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values))
 
 
 def logistic(value: float) -> float:
@@ -51,11 +56,8 @@ def sinusoid(position: float, width: int, base: float = 10000.0) -> list[float]:
 
 def ricker_family(distance: float, width: int, num_scales: int) -> list[float]:
     """arXiv:2502.02004: all scales, each with all shifts."""
-    values = []
-    for scale in range(num_scales):
-        for shift in range(width // num_scales):
-            u = (distance - shift) / 2**scale
-            values.append((1 - u * u) * math.exp(-u * u / 2))
+    u = (distance - np.arange(width // num_scales)) / 2.0 ** np.arange(num_scales)[:, None]
+    values: list[float] = ((1 - u * u) * np.exp(-u * u / 2)).flatten().tolist()
     return values
 
 
@@ -98,26 +100,20 @@ def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2006.03654, eq. 4. The rows of later keys come first, and are missing in a causal model."""
     bias = parts.logit_bias
     span = config.buckets or config.max_distance
-    terms = [("c2p" in config.terms, bias.key_weight), ("p2c" in config.terms, bias.query_weight)]
-    tables = [table.tolist() if used else None for used, table in terms]
-    assert sum(table is not None for _, table in terms) == sum(used for used, _ in terms)
 
-    def vector(table: Any, head: int, query: int, key: int) -> list[float]:
-        row = disentangled_row(config, case.distance(query, key))
-        if len(table[head]) == span:
-            row = max(row - span, 0)
-        row_of_pair: list[float] = table[head][row]
-        return row_of_pair
+    def product(vector: list[float], table: Any, distance: int) -> float:
+        row = disentangled_row(config, distance)
+        return dot(vector, table[max(row - span, 0) if len(table) == span else row].tolist())
 
     def value(head: int, query: int, key: int) -> float:
-        total = 0.0
-        if tables[0] is not None:
-            total += dot(case.query[head][query], vector(tables[0], head, query, key))
-        if tables[1] is not None:
-            total += dot(case.key[head][key], vector(tables[1], head, query, key))
+        total, distance = 0.0, case.distance(query, key)
+        if "c2p" in config.terms:
+            total += product(case.query[head][query], bias.key_weight[head], distance)
+        if "p2c" in config.terms:
+            total += product(case.key[head][key], bias.query_weight[head], distance)
         return case.scaling * total
 
-    divisor = math.sqrt(1 + sum(used for used, _ in terms))
+    divisor = math.sqrt(2 + config.terms.count("|"))
     return [[[logit / divisor for logit in row] for row in rows] for rows in case.biased(value)]
 
 
@@ -133,20 +129,16 @@ def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
 
 def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:1901.02860, section 3.3: terms (b), (c) and (d)."""
-    width = len(case.query[0][0])
-    for_keys = parts.logit_bias.content_bias.tolist()
-    for_distances = parts.logit_bias.position_bias.tolist()
-    projection = parts.logit_bias.position_projection.tolist()
+    for_keys, for_distances = array(parts.logit_bias.content_bias), array(parts.logit_bias.position_bias)
+    projection = array(parts.logit_bias.position_projection).reshape(len(case.query), -1, len(case.hidden[0]))
 
     def bias(head: int, query: int, key: int) -> float:
         distance = case.distance(query, key)
         if config.clamp_length is not None:
             distance = max(-config.clamp_length, min(config.clamp_length, distance))
-        wave = sinusoid(distance, len(case.hidden[0]), config.base)
-        projected = [dot(row, wave) for row in projection[head * width : (head + 1) * width]]
-        content = dot(for_keys[head], case.key[head][key])
-        position = dot(case.query[head][query], projected) + dot(for_distances[head], projected)
-        return case.scaling * (content + position)
+        projected = projection[head] @ sinusoid(distance, len(case.hidden[0]), config.base)
+        position = (array(case.query[head][query]) + for_distances[head]) @ projected
+        return case.scaling * float(for_keys[head] @ case.key[head][key] + position)
 
     return case.biased(bias)
 
@@ -173,157 +165,100 @@ def softplus(value: float) -> float:
 def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, the gated additive forms with the official code's slopes."""
     rates = parts.logit_bias.rate.tolist()
-    of_keys, of_queries = parts.logit_bias.direction, parts.logit_bias.query_direction
 
-    def gate(directions: Any, head: int, vector: list[float]) -> float:
+    def gate(directions: Any, vectors: Any) -> np.ndarray:
+        """Of head and token."""
         if directions is None:
-            return 0.0
-        direction = directions[head].tolist()
+            return np.zeros((len(rates), len(case.hidden)))
+        of_heads = array(directions)
         if config.normalize:
-            length = math.sqrt(dot(direction, direction))
-            direction = [component / length for component in direction]
-        return softplus(dot(direction, vector) / math.sqrt(len(direction)))
+            of_heads /= np.linalg.norm(of_heads, axis=1, keepdims=True)
+        return np.log1p(np.exp(np.einsum("hc,htc->ht", of_heads, vectors) / math.sqrt(of_heads.shape[1])))
+
+    keys, queries = gate(parts.logit_bias.direction, case.key), gate(parts.logit_bias.query_direction, case.query)
 
     def bias(head: int, query: int, key: int) -> float:
-        gates = gate(of_keys, head, case.key[head][key]) + gate(of_queries, head, case.query[head][query])
-        distance = abs(case.distance(query, key))
-        return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gates
+        slope = alibi_slope(len(case.query), head) * softplus(rates[head])
+        return -abs(case.distance(query, key)) * slope * float(keys[head, key] + queries[head, query])
 
     return case.biased(bias)
 
 
 def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, the path-integral form with the official code's vectors: one penalty per token in between."""
-    half = config.width // 2
-
-    def vector(head: int, token: int) -> list[float]:
-        return [dot(row, case.hidden[token]) for row in parts.logit_bias.projection[head].tolist()]
-
-    def turned(head: int, token: int) -> list[float]:
-        plain = vector(head, token)
-        length = math.sqrt(dot(plain, plain) / len(plain))
-        cosine, sine = math.cos(case.positions[token]), math.sin(case.positions[token])
-        pairs = [(plain[pair] / length, plain[pair + half] / length) for pair in range(half)]
-        return [x * cosine + y * sine for x, y in pairs] + [y * cosine - x * sine for x, y in pairs]
+    half, positions = config.width // 2, array(case.positions)
+    # Of head, component and token.
+    vectors = array(parts.logit_bias.projection) @ array(case.hidden).T
+    scaled = vectors / np.sqrt((vectors**2).mean(axis=1, keepdims=True))
+    first, second, cosine, sine = scaled[:, :half], scaled[:, half:], np.cos(positions), np.sin(positions)
+    turned = np.concatenate((first * cosine + second * sine, second * cosine - first * sine), axis=1)
+    penalties = np.log(logistics(np.einsum("hci,hcj->hij", vectors, turned) / config.width))
 
     def bias(head: int, query: int, key: int) -> float:
-        of_query = vector(head, query)
-        penalties = (
-            math.log(logistic(dot(of_query, turned(head, between)) / config.width))
-            for between in range(key + 1, query + 1)
-        )
-        return alibi_slope(len(case.query), head) * sum(penalties)
+        return alibi_slope(len(case.query), head) * float(penalties[head, query, key + 1 : query + 1].sum())
 
     return case.biased(bias)
 
 
 def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
     """A mixture of profiles per query token; nothing beyond their length."""
-    profiles = parts.logit_bias.profiles.tolist()
-    projection = parts.logit_bias.projection.tolist()
+    profiles = array(parts.logit_bias.profiles)
+    mixtures = (array(parts.logit_bias.projection) @ array(case.hidden).T).reshape(-1, config.rank, len(case.hidden))
 
     def bias(head: int, query: int, key: int) -> float:
         distance = case.distance(query, key)
-        if not 0 <= distance < config.window:
-            return 0.0
-        mixture = [dot(row, case.hidden[query]) for row in projection[head * config.rank : (head + 1) * config.rank]]
-        return dot(mixture, [profile[distance] for profile in profiles])
+        return float(mixtures[head, :, query] @ profiles[:, distance]) if 0 <= distance < config.window else 0.0
 
     return case.biased(bias)
 
 
-def rotated_products(case: LogitCase, parts: Any, half: int, angle: Callable[[int, int, int], float]) -> Logits:
-    """The scaled products after pair `m` of both, of `half` pairs, is turned by `angle(key_head, token, m)`."""
+def rotated_products(case: LogitCase, parts: Any, angles: np.ndarray) -> Logits:
+    """The scaled products after all pairs of both are turned by `angles[key head, token, pair]`."""
     groups = parts.logit_bias.groups
     return case.mapped(
-        lambda vector, head, token: rotate(
-            vector, [angle(head // groups, token, pair) for pair in range(half)], "half", 1, 1.0
-        )
+        lambda vector, head, token: rotate(vector, angles[head // groups, token].tolist(), "half", 1, 1.0)
     )
+
+
+def spectrum_of(config: Any, case: LogitCase) -> np.ndarray:
+    return array(rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0])))
 
 
 def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.14391, section 3, with the official code's gated projection: a position for each token and head."""
-    bias = parts.logit_bias
-    gate, content = bias.gate.tolist(), bias.content.tolist()
-    heads = bias.places_of_heads.tolist()
-
-    def place(head: int, token: int) -> float:
-        gated = []
-        for gate_row, content_row in zip(gate, content, strict=True):
-            value = dot(gate_row, case.hidden[token])
-            gated.append(value * logistic(value) * dot(content_row, case.hidden[token]))
-        return dot(heads[head], gated)
-
-    frequencies = rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0]))
-    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(len(heads))]
-    return rotated_products(
-        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
-    )
+    bias, hidden = parts.logit_bias, array(case.hidden).T
+    values = array(bias.gate) @ hidden
+    gated = values * logistics(values) * (array(bias.content) @ hidden)
+    places = array(bias.places_of_heads) @ gated
+    return rotated_products(case, parts, places[:, :, None] * spectrum_of(config, case))
 
 
 def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, contextual GRAPE-M: the place is the sum of the increments of all earlier tokens."""
     bias = parts.logit_bias
-    weight, offset = bias.weight.tolist(), bias.bias.tolist()
-    frequencies = [
-        frequency * math.exp(change)
-        for frequency, change in zip(
-            rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0])),
-            bias.rotation.log_offsets.tolist(),
-            strict=True,
-        )
-    ]
-
-    def place(head: int, token: int) -> float:
-        row = head if config.per_head else 0
-        return sum(
-            logistic((dot(weight[row], case.hidden[earlier]) + offset[row]) / config.gate_scale)
-            for earlier in range(token)
-        )
-
-    key_heads = len(case.query) // bias.groups
-    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(key_heads)]
-    return rotated_products(
-        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
-    )
+    frequencies = spectrum_of(config, case) * np.exp(array(bias.rotation.log_offsets))
+    gates = (array(bias.weight) @ array(case.hidden).T + array(bias.bias)[:, None]) / config.gate_scale
+    increments = logistics(gates if config.per_head else gates[:1])
+    places = np.cumsum(increments, axis=1) - increments
+    heads = np.broadcast_to(places, (len(case.query) // bias.groups, places.shape[1]))
+    return rotated_products(case, parts, heads[:, :, None] * frequencies)
 
 
 def selective_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2511.17388, with the official code's projections: convolved angles, summed over the tokens."""
-    bias = parts.logit_bias
-    down, up, kernel = bias.down.tolist(), bias.up.tolist(), bias.kernel.tolist()
-    rotary_dim = config.rotary_dim or len(case.query[0][0])
-    frequencies = rope_spectrum(config.theta, rotary_dim)
-    share = len(case.hidden[0]) // len(up)
-
-    def scaled(token: int) -> list[float]:
-        result = []
-        for start in range(0, len(case.hidden[0]), share):
-            group = case.hidden[token][start : start + share]
-            result += [component / math.sqrt(dot(group, group)) for component in group]
-        return result
-
-    inputs = [scaled(token) for token in range(len(case.hidden))]
-    low = [[dot(row, vector) for row in down] for vector in inputs]
-
-    def convolved(head: int, token: int, pair: int) -> float:
-        taps = kernel[head][pair]
-        value = sum(
-            taps[-1 - steps] * dot(up[head][pair], low[token - steps]) for steps in range(min(len(taps), token + 1))
-        )
-        if not config.gate:
-            return value
-        return value * logistic(dot(bias.gate_weight[head].tolist(), inputs[token]) + bias.gate_bias[head].item())
-
-    sums: list[list[list[float]]] = []
-    for head in range(len(up)):
-        total = [0.0] * len(frequencies)
-        sums.append([])
-        for token in range(len(inputs)):
-            total = [before + convolved(head, token, pair) for pair, before in enumerate(total)]
-            sums[-1].append([angle * frequency for angle, frequency in zip(total, frequencies, strict=True)])
-    return rotated_products(case, parts, len(frequencies), lambda head, token, pair: sums[head][token][pair])
+    bias, hidden = parts.logit_bias, array(case.hidden)
+    groups = hidden.reshape(len(hidden), len(bias.up), -1)
+    inputs = (groups / np.linalg.norm(groups, axis=-1, keepdims=True)).reshape(hidden.shape)
+    # Of head, pair and token.
+    projected = array(bias.up) @ (array(bias.down) @ inputs.T)
+    convolved = np.zeros_like(projected)
+    for steps in range(config.kernel_size):
+        earlier = projected[:, :, : len(inputs) - steps]
+        convolved[:, :, steps:] += array(bias.kernel)[:, :, -1 - steps, None] * earlier
+    if config.gate:
+        convolved *= logistics(array(bias.gate_weight) @ inputs.T + array(bias.gate_bias)[:, None])[:, None]
+    sums = convolved.cumsum(axis=-1).swapaxes(1, 2)
+    return rotated_products(case, parts, sums * spectrum_of(config, case))
 
 
 ROWS: dict[str, Row] = {

@@ -6,6 +6,8 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
+
 from hf_posenc.schemes.rotary.mrope import MRopeConfig
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig
 
@@ -31,31 +33,31 @@ def shares(pairs: int, axes: int) -> list[int]:
     return owned
 
 
-def spectrum(config: Any, part: Any, head: int, width: int, axes: int) -> list[list[float]]:
+def spectrum(config: Any, part: Any, head: int, width: int, axes: int) -> np.ndarray:
     """`[axis][pair]`: radians per step, arXiv:2403.13298."""
     pairs = width // 2
     if config.assignment == "mixed":
         heads = part.frequencies.shape[1]
-        return part.frequencies[:, head if heads > 1 else 0].tolist()
+        return np.array(part.frequencies[:, head if heads > 1 else 0].tolist())
     theta = config.theta or 100.0
     if config.assignment == "golden":
         first = (head if config.per_head else 0) * pairs
-        directions = [golden_direction(first + pair, axes) for pair in range(pairs)]
-        return [[directions[pair][axis] * theta ** (-pair / pairs) for pair in range(pairs)] for axis in range(axes)]
-    table = [[0.0] * pairs for _ in range(axes)]
+        directions = np.array([golden_direction(first + pair, axes) for pair in range(pairs)])
+        return directions.T * theta ** (-np.arange(pairs) / pairs)
+    table = np.zeros((axes, pairs))
     column = 0
     for axis, owned in enumerate(shares(pairs, axes)):
         for rank in range(owned):
             dealt = rank * axes + axis
             match config.assignment:
                 case "block":
-                    table[axis][column] = theta ** (-rank / owned)
+                    table[axis, column] = theta ** (-rank / owned)
                 case "alternating":
-                    table[axis][dealt] = theta ** (-rank / owned)
+                    table[axis, dealt] = theta ** (-rank / owned)
                 case "split":
-                    table[axis][column] = theta ** (-2 * dealt / width)
+                    table[axis, column] = theta ** (-2 * dealt / width)
                 case "interleaved":
-                    table[axis][dealt] = theta ** (-2 * dealt / width)
+                    table[axis, dealt] = theta ** (-2 * dealt / width)
             column += 1
     return table
 
@@ -89,11 +91,6 @@ def read(config: Any, position: int, length: int) -> list[float]:
     return coordinates[::-1] if config.columns_first else coordinates
 
 
-def turn(vector: list[float], angles: list[float], layout: str) -> list[float]:
-    """Each pair by an angle of its own: the plain rotation, at position 1."""
-    return seeds.rotate(vector, angles, layout, 1, 1.0)
-
-
 def rope_nd(config: Any, parts: Any, case: LogitCase) -> Logits:
     part = parts.query_key_map
     width = config.rotary_dim or len(case.query[0][0])
@@ -102,9 +99,8 @@ def rope_nd(config: Any, parts: Any, case: LogitCase) -> Logits:
 
     def turned(vector: list[float], head: int, token: int) -> list[float]:
         at = read(config, case.positions[token], max(case.positions) + 1)
-        frequencies = spectrum(config, part, head // groups, width, axes)
-        angles = [sum(at[axis] * frequencies[axis][pair] for axis in range(axes)) for pair in range(width // 2)]
-        return turn(vector, angles, config.layout)
+        angles = at @ spectrum(config, part, head // groups, width, axes)
+        return seeds.rotate(vector, angles, config.layout, 1, 1.0)
 
     return case.mapped(turned)
 

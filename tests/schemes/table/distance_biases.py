@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from hf_posenc.schemes.bias.fire import FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig
 from hf_posenc.schemes.bias.log_cpb import LogCpbConfig
@@ -13,7 +15,7 @@ from hf_posenc.schemes.bias.swin import SwinConfig
 from hf_posenc.schemes.bias.tisa import TisaConfig
 
 from . import coordinates
-from .row import LogitCase, Logits, Row, dot
+from .row import LogitCase, Logits, Row, array
 
 
 def kerple(config: Any, part: Any, heads: int, causal: bool, head: int, distance: int) -> float:
@@ -34,12 +36,8 @@ def fire_bias(part: Any, config: Any, head: int, distance: int, farthest: int) -
 
     threshold = abs(part.threshold_factor.item() * config.initial_threshold)
     x = compressed(abs(distance)) / (compressed(max(threshold, farthest)) + config.epsilon)
-    total = part.output_bias[head].item()
-    for unit in range(config.width):
-        total += part.output_weight[head, unit].item() * max(
-            0.0, part.hidden_weight[unit].item() * x + part.hidden_bias[unit].item()
-        )
-    return total
+    hidden = np.maximum(array(part.hidden_weight) * x + array(part.hidden_bias), 0)
+    return float(array(part.output_weight[head]) @ hidden) + float(part.output_bias[head])
 
 
 def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -52,16 +50,11 @@ def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
 
 def log_cpb_of(config: Any, part: Any, head: int, back: list[int]) -> float:
     """arXiv:2111.09883, equation 4, and the authors' code for a `window`; `back` leads from the key to the query."""
-    total, places = 0.0, []
-    for steps in back:
-        far = math.log(1 + abs(steps))
-        if config.window is not None:
-            far = math.log(1 + 8 * abs(steps) / (config.window - 1)) / math.log(8)
-        places.append(math.copysign(far, steps))
-    for unit, weights in enumerate(part.hidden_weight.tolist()):
-        hidden = dot(weights, places) + part.hidden_bias[unit].item()
-        total += part.output_weight[head, unit].item() * max(hidden, 0.0)
-    return float(config.limit / (1 + math.exp(-total)))
+    far = np.log1p(np.abs(back))
+    if config.window is not None:
+        far = np.log1p(8 * np.abs(back) / (config.window - 1)) / math.log(8)
+    hidden = np.maximum(array(part.hidden_weight) @ (np.sign(back) * far) + array(part.hidden_bias), 0)
+    return float(config.limit / (1 + math.exp(-array(part.output_weight[head]) @ hidden)))
 
 
 def swin(config: Any, parts: Any, case: LogitCase) -> Logits:

@@ -1,38 +1,30 @@
-"""Biases that read absolute positions, in plain Python from the papers, one pair at a time."""
+"""Biases that read absolute positions, from the papers, in double precision."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
+import numpy as np
+
 from hf_posenc.schemes.bias.tupe import TupeConfig
 
-from .row import LogitCase, Logits, Row, dot
+from .row import LogitCase, Logits, Row
 
 
 def tupe(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2006.15595, eq. 7 and 10: words with words, and positions with positions."""
-    bias_part = parts.logit_bias
+    part = parts.logit_bias
     head_dim = len(case.query[0][0])
-
-    weights, offsets = bias_part.norm_weight.tolist(), bias_part.norm_bias.tolist()
-
-    @functools.cache
-    def projected(row: int, of_queries: bool) -> list[float]:
-        vector = bias_part.weight[row].tolist()
-        mean = sum(vector) / len(vector)
-        variance = sum((value - mean) ** 2 for value in vector) / len(vector)
-        scaled = [(value - mean) / math.sqrt(variance + 1e-5) for value in vector]
-        normalised = [value * weight + offset for value, weight, offset in zip(scaled, weights, offsets, strict=True)]
-        matrix, shift = (
-            (bias_part.query_weight, bias_part.query_bias) if of_queries else (bias_part.key_weight, bias_part.key_bias)
-        )
-        return [dot(line, normalised) + offset for line, offset in zip(matrix.tolist(), shift.tolist(), strict=True)]
+    rows = np.array(part.weight.tolist())
+    rows = (rows - rows.mean(1, keepdims=True)) / np.sqrt(rows.var(1, keepdims=True) + 1e-5)
+    rows = rows * part.norm_weight.tolist() + part.norm_bias.tolist()
+    queries = rows @ np.array(part.query_weight.tolist()).T + part.query_bias.tolist()
+    keys = rows @ np.array(part.key_weight.tolist()).T + part.key_bias.tolist()
 
     def product(head: int, query_row: int, key_row: int) -> float:
         components = slice(head * head_dim, (head + 1) * head_dim)
-        return dot(projected(query_row, True)[components], projected(key_row, False)[components]) / math.sqrt(head_dim)
+        return float(queries[query_row, components] @ keys[key_row, components]) / math.sqrt(head_dim)
 
     def bias(head: int, query: int, key: int) -> float:
         if config.reset_first and case.positions[query] == 0:

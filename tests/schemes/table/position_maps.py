@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,7 @@ def distance_logits(config: Any, parts: Any, case: LogitCase, distance: Callable
 def rope(config: Any, vector: list[float], steps: float) -> list[float]:
     """A rotation by any real number of steps, which the relative form of RoPE allows."""
     width = config.rotary_dim or len(vector)
-    frequencies, factor = seeds.rope_spectrum(config.theta, width), 1.0
-    if config.scaling is not None:
-        frequencies, factor = seeds.scaled_spectrum(config.scaling, config.theta, width, 56)
+    frequencies, factor = seeds.scaled_spectrum(config.scaling, config.theta, width, 56)
     return seeds.rotate(vector, frequencies, config.layout, steps, factor**2)
 
 
@@ -59,20 +58,13 @@ def bias(config: Any, part: Any, heads: int, causal: bool, head: int, steps: flo
     return -seeds.alibi_slope(heads, head) * abs(steps)
 
 
-def identity(config: Any, parts: Any, case: LogitCase) -> Logits:
-    """Outside training, arXiv:2305.16843's positions are the tokens' own."""
-    return distance_logits(config.inner, parts, case, lambda query, key: query - key)
+def by_distance(distance: Callable[[Any, int, int], float], option: str = "inner") -> Callable[..., Logits]:
+    """The reference of a scheme whose inner one sees `distance(config, query position, key position)`."""
 
+    def reference(config: Any, parts: Any, case: LogitCase) -> Logits:
+        return distance_logits(getattr(config, option), parts, case, functools.partial(distance, config))
 
-def position_scale(config: Any, parts: Any, case: LogitCase) -> Logits:
-    return distance_logits(config.inner, parts, case, lambda i, j: config.factor * i - config.factor * j)
-
-
-def position_clamp(config: Any, parts: Any, case: LogitCase) -> Logits:
-    def distance(query: int, key: int) -> float:
-        return min(query, config.maximum) - min(key, config.maximum)
-
-    return distance_logits(config.inner, parts, case, distance)
+    return reference
 
 
 def position_shift(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
@@ -80,37 +72,19 @@ def position_shift(config: Any, part: Any, hidden: int, position: int, length: i
     return vectors[config.inner.name](config.inner, part.inner, hidden, position + config.offset, 0)
 
 
-def hierarchical(config: Any, parts: Any, case: LogitCase) -> Logits:
-    """arXiv:2401.16421: what attention sees is the number of the segment."""
-
-    def distance(query: int, key: int) -> float:
-        return query // config.segment_length - key // config.segment_length
-
-    return distance_logits(config.segment, parts, case, distance)
-
-
-def self_extend(config: Any, parts: Any, case: LogitCase) -> Logits:
+def self_extend(config: Any, query: int, key: int) -> float:
     """arXiv:2401.01325."""
-
-    def distance(query: int, key: int) -> float:
-        if query - key < config.window:
-            return query - key
-        shift = config.window - config.window // config.group
-        return query // config.group + shift - key // config.group
-
-    return distance_logits(config.inner, parts, case, distance)
+    if query - key < config.window:
+        return query - key
+    return query // config.group + config.window - config.window // config.group - key // config.group
 
 
-def rerope(config: Any, parts: Any, case: LogitCase) -> Logits:
+def rerope(config: Any, query: int, key: int) -> float:
     """kexue.fm/archives/9708."""
-
-    def distance(query: int, key: int) -> float:
-        steps = query - key
-        if steps < config.window:
-            return steps
-        return config.window if config.factor is None else config.window + (steps - config.window) / config.factor
-
-    return distance_logits(config.inner, parts, case, distance)
+    steps = query - key
+    if steps < config.window:
+        return steps
+    return config.window if config.factor is None else config.window + (steps - config.window) / config.factor
 
 
 def attention_sinks(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -141,28 +115,24 @@ def summand(parts: Any) -> Any:
     return SchemeParts(parts.additive, parts.query_key_map, members[-1], parts.logit_scale)
 
 
-def dual_chunk(config: Any, parts: Any, case: LogitCase) -> Logits:
+def dual_chunk(config: Any, query: int, key: int) -> float:
     """arXiv:2402.17463: three positions of a query, one for the keys of each kind of chunk, which restart in each."""
     size = config.chunk_size - config.local_size
-
-    def distance(query: int, key: int) -> float:
-        within = query % size
-        kinds = (within, min(within + size, config.chunk_size), min(2 * size - 1, config.chunk_size))
-        chunks = query // size - key // size
-        # Keys after the query are not compared.
-        return query - key if chunks < 0 else kinds[min(chunks, 2)] - key % size
-
-    return distance_logits(config.inner, parts, case, distance)
+    within = query % size
+    kinds = (within, min(within + size, config.chunk_size), min(2 * size - 1, config.chunk_size))
+    chunks = query // size - key // size
+    # Keys after the query are not compared.
+    return query - key if chunks < 0 else kinds[min(chunks, 2)] - key % size
 
 
 ROPE = RopeConfig(layout="half")
 
 ROWS: dict[str, Row] = {
-    # The table runs outside training, where the paper's draw gives way to the tokens' own positions. The first variant
-    # has a scheme that Llama's own differs from.
+    # The table runs outside training, where the draw of arXiv:2305.16843 gives way to the tokens' own positions. The
+    # first variant has a scheme that Llama's own differs from.
     "randomized": Row(
         "logits",
-        identity,
+        by_distance(lambda config, query, key: query - key),
         (
             RandomizedConfig(AlibiConfig(), max_position=64),
             RandomizedConfig(ROPE, max_position=64, kind="float"),
@@ -185,7 +155,7 @@ ROWS: dict[str, Row] = {
     ),
     "position_scale": Row(
         "logits",
-        position_scale,
+        by_distance(lambda config, query, key: config.factor * query - config.factor * key),
         (
             PositionScaleConfig(ROPE, factor=0.25),
             PositionScaleConfig(RopeConfig(theta=500.0, rotary_dim=8, layout="interleaved"), factor=2.0),
@@ -196,13 +166,16 @@ ROWS: dict[str, Row] = {
     ),
     "position_clamp": Row(
         "logits",
-        position_clamp,
+        by_distance(lambda config, query, key: min(query, config.maximum) - min(key, config.maximum)),
         (PositionClampConfig(ROPE, maximum=6), PositionClampConfig(AlibiConfig(), maximum=20)),
         marks="-+--++.++++",
     ),
     "hierarchical": Row(
         "logits",
-        hierarchical,
+        # arXiv:2401.16421: what attention sees is the number of the segment.
+        by_distance(
+            lambda config, query, key: query // config.segment_length - key // config.segment_length, "segment"
+        ),
         (
             HierarchicalConfig(segment=ROPE, segment_length=4),
             HierarchicalConfig(LearnedConfig(num_positions=8), AlibiConfig(), 10, max_segment_length=8),
@@ -213,7 +186,7 @@ ROWS: dict[str, Row] = {
     ),
     "self_extend": Row(
         "logits",
-        self_extend,
+        by_distance(self_extend),
         (
             SelfExtendConfig(ROPE, group=2, window=4),
             SelfExtendConfig(RopeConfig(theta=500.0, rotary_dim=8, layout="interleaved"), group=3, window=10),
@@ -226,7 +199,7 @@ ROWS: dict[str, Row] = {
     ),
     "rerope": Row(
         "logits",
-        rerope,
+        by_distance(rerope),
         (
             ReRopeConfig(ROPE, window=4),
             ReRopeConfig(RopeConfig(scaling=LinearScaling(2.0), layout="interleaved"), window=10, factor=3.0),
@@ -250,7 +223,7 @@ ROWS: dict[str, Row] = {
     ),
     "dual_chunk": Row(
         "logits",
-        dual_chunk,
+        by_distance(dual_chunk),
         (
             DualChunkConfig(ROPE, chunk_size=5, local_size=2),
             DualChunkConfig(RopeConfig(theta=500.0, rotary_dim=8, layout="interleaved"), chunk_size=4, local_size=1),

@@ -1,11 +1,12 @@
-"""Maps of queries and keys beyond RoPE: slow, plain Python written from the papers."""
+"""Maps of queries and keys beyond RoPE: slow, plain Python written from the papers, with matrices of numpy."""
 
 from __future__ import annotations
 
-import cmath
 import math
 import random
 from typing import Any
+
+import numpy as np
 
 from hf_posenc.schemes import DynamicScaling, LinearScaling, YarnScaling
 from hf_posenc.schemes.rotary.fope import FopeConfig
@@ -17,7 +18,7 @@ from hf_posenc.schemes.rotary.rope_pp import RopePpConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .row import LogitCase, Logits, Row, dot
+from .row import LogitCase, Logits, Row, array, dot
 from .seeds import rope_spectrum, rotate, scaled_spectrum
 
 #: What the model of the tests was built for.
@@ -43,83 +44,66 @@ def hope(config: Any, head_dim: int, vector: list[float], position: int, length:
 def resonance(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     """arXiv:2403.00071, section 4.1, with exact periods: positions count modulo the wavelength."""
     width = config.rotary_dim or head_dim
-    frequencies, factor = rope_spectrum(config.theta, width), 1.0
-    if config.scaling is not None:
-        frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
+    frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
     wavelengths = [round(2 * math.pi / frequency) for frequency in frequencies]
     turned = [2 * math.pi * (position % wavelength) / wavelength for wavelength in wavelengths]
     return rotate(vector, turned, layout_of(config), 1, factor)
 
 
-def pair_of(config: Any, vector: list[float], index: int, width: int) -> complex:
-    """A pair of dimensions, which turns by a product with a number of length 1."""
-    if layout_of(config) == "interleaved":
-        return complex(vector[2 * index], vector[2 * index + 1])
-    first, second = vector[index], vector[index + width // 2]
-    return complex(second, first) if config.layout == "half_reversed" else complex(first, second)
+def pairs_of(config: Any, vectors: Any, width: int) -> np.ndarray:
+    """`[head, token, pair]`: pairs of dimensions, which turn by products with numbers of length 1."""
+    rotated = array(vectors)[..., :width]
+    interleaved = layout_of(config) == "interleaved"
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else np.split(rotated, 2, axis=-1)
+    return second + 1j * first if config.layout == "half_reversed" else first + 1j * second
 
 
 def xpos(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2212.10554, eq. 13 and algorithm 1, as logits: one complex number per pair and distance."""
     width = config.rotary_dim or len(case.query[0][0])
+    queries, keys = (pairs_of(config, vectors, width) for vectors in (case.query, case.key))
     frequencies = rope_spectrum(config.theta, width)
+    zeta = (2 * np.arange(width // 2) / width + config.gamma) / (1 + config.gamma)
 
-    def logit(query: list[float], key: list[float], distance: int) -> float:
-        total = dot(query[width:], key[width:])
-        for index, frequency in enumerate(frequencies):
-            zeta = (2 * index / width + config.gamma) / (1 + config.gamma)
-            turn = cmath.exp(1j * frequency * distance) * zeta ** (distance / config.scale_base)
-            total += (pair_of(config, query, index, width) * turn * pair_of(config, key, index, width).conjugate()).real
-        return total
+    def logit(head: int, i: int, j: int) -> float:
+        if j > i:
+            return 0.0
+        steps = case.distance(i, j)
+        turns = np.exp(1j * frequencies * steps) * zeta ** (steps / config.scale_base)
+        turned = float((queries[head, i] * turns * keys[head, j].conj()).sum().real)
+        return case.scaling * (turned + dot(case.query[head][i][width:], case.key[head][j][width:]))
 
-    return case.logits(
-        lambda head, i, j: (
-            case.scaling * logit(case.query[head][i], case.key[head][j], case.distance(i, j)) if j <= i else 0.0
-        )
-    )
+    return case.logits(logit)
 
 
 def rope_pp(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07525: the real and the imaginary part of one sum of complex numbers."""
     width = config.rotary_dim or len(case.query[0][0])
+    queries, keys = (pairs_of(config, vectors, width) for vectors in (case.query, case.key))
     frequencies = rope_spectrum(config.theta, width)
 
     def logit(head: int, i: int, j: int) -> float:
-        query, key = case.query[head - head % 2][i], case.key[head][j]
-        total = sum(
-            pair_of(config, query, index, width)
-            * pair_of(config, key, index, width).conjugate()
-            * cmath.exp(1j * frequency * case.distance(i, j))
-            for index, frequency in enumerate(frequencies)
-        )
-        part = total.imag if head % 2 else total.real
-        return case.scaling * (part + dot(query[width:], key[width:]))
+        first = head - head % 2
+        turns = np.exp(1j * frequencies * case.distance(i, j))
+        total = complex((queries[first, i] * keys[head, j].conj() * turns).sum())
+        rest = dot(case.query[first][i][width:], case.key[head][j][width:])
+        return case.scaling * ((total.imag if head % 2 else total.real) + rest)
 
     return case.logits(logit)
 
 
 def pope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2509.10534, eq. 5 to 8: a cosine of the distance per dimension."""
-    deltas = parts.query_key_map.delta.tolist()
-    group = len(case.query) // len(deltas)
+    deltas = np.clip(array(parts.query_key_map.delta), -2 * math.pi, 0)
+    queries, keys = (np.log1p(np.exp(array(vectors))) for vectors in (case.query, case.key))
     width = len(case.query[0][0])
+    frequencies = config.theta ** (-np.arange(width) / width)
 
-    def softplus(value: float) -> float:
-        return math.log(1 + math.exp(value))
+    def logit(head: int, i: int, j: int) -> float:
+        angles = case.distance(j, i) * frequencies + deltas[head * len(deltas) // len(case.query)]
+        return case.scaling * float((queries[head, i] * keys[head, j] * np.cos(angles)).sum())
 
-    def logit(query: list[float], key: list[float], delta: list[float], distance: int) -> float:
-        return sum(
-            softplus(query[c])
-            * softplus(key[c])
-            * math.cos(distance * config.theta ** (-c / width) + min(max(delta[c], -2 * math.pi), 0.0))
-            for c in range(width)
-        )
-
-    return case.logits(
-        lambda head, i, j: (
-            case.scaling * logit(case.query[head][i], case.key[head][j], deltas[head // group], case.distance(j, i))
-        )
-    )
+    return case.logits(logit)
 
 
 def learned_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -156,25 +140,19 @@ def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
     key_heads = 3
     released = config.variant == "released"
     mixed = min(kept, width // 4) if released else kept
-    mixes = fope_coefficients(key_heads, kept, mixed, config.gain, config.seed)
-    step = -(-kept // mixed)
-
-    def series(function: Any, mix: Matrix, pair: int, position: int) -> float:
-        if pair >= mixed:
-            return 1.0 if released else function(spectrum[pair] * position)
-        column = [float(other == pair * step) + mix[other][pair] for other in range(kept)]
-        waves = [function(frequency * position) for frequency in spectrum[:kept]]
-        return dot(waves, column) / (1.0 if released else sum(column))
+    mixes = np.array(fope_coefficients(key_heads, kept, mixed, config.gain, config.seed))
+    mixes[:, :, np.arange(mixed) * -(-kept // mixed), np.arange(mixed)] += 1.0
+    if not released:
+        mixes /= mixes.sum(axis=2, keepdims=True)
 
     def turned(vector: list[float], head: int, token: int) -> list[float]:
-        key_head = head * key_heads // len(case.query)
+        angles, series = np.array(spectrum) * case.positions[token], []
+        for function, mix in zip((np.cos, np.sin), mixes[:, head * key_heads // len(case.query)], strict=True):
+            series.append(np.ones(width // 2) if released else function(angles))
+            series[-1][:mixed] = function(angles[:kept]) @ mix
         result = list(vector)
-        for pair in range(width // 2):
-            first, second = (2 * pair, 2 * pair + 1)
-            if layout_of(config) == "half":
-                first, second = pair, pair + width // 2
-            cosine = series(math.cos, mixes[0][key_head], pair, case.positions[token])
-            sine = series(math.sin, mixes[1][key_head], pair, case.positions[token])
+        for pair, (cosine, sine) in enumerate(zip(*(one.tolist() for one in series), strict=True)):
+            first, second = (pair, pair + width // 2) if layout_of(config) == "half" else (2 * pair, 2 * pair + 1)
             result[first] = vector[first] * cosine - vector[second] * sine
             result[second] = vector[first] * sine + vector[second] * cosine
         return result
@@ -182,66 +160,23 @@ def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
     return case.mapped(turned)
 
 
-def multiply(first: Matrix, second: Matrix) -> Matrix:
-    columns = [list(column) for column in zip(*second, strict=True)]
-    return [[dot(row, column) for column in columns] for row in first]
+def exponential(skew: np.ndarray) -> np.ndarray:
+    """By the eigenvectors of a skew-symmetric matrix, which i makes Hermitian."""
+    values, vectors = np.linalg.eigh(1j * skew)
+    return ((vectors * np.exp(-1j * values)) @ vectors.conj().T).real
 
 
-def apply(matrix: Matrix, vector: list[float]) -> list[float]:
-    return [dot(row, vector) for row in matrix]
-
-
-def identity(size: int) -> Matrix:
-    return [[float(i == j) for j in range(size)] for i in range(size)]
-
-
-def inverse(matrix: Matrix) -> Matrix:
-    """Gauss and Jordan's, with pivots."""
-    size = len(matrix)
-    rows = [list(row) + unit for row, unit in zip(matrix, identity(size), strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        divisor = rows[column][column]
-        rows[column] = [value / divisor for value in rows[column]]
-        for other in range(size):
-            if other != column:
-                factor = rows[other][column]
-                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
-    return [row[size:] for row in rows]
-
-
-def exponential(matrix: Matrix) -> Matrix:
-    """Taylor's series of a small fraction of the matrix, squared until it is whole."""
-    size = len(matrix)
-    largest = max(sum(abs(value) for value in row) for row in matrix)
-    squarings = max(0, math.ceil(math.log2(largest)) + 4) if largest > 0 else 0
-    small = [[value / 2**squarings for value in row] for row in matrix]
-    result, term = identity(size), identity(size)
-    for order in range(1, 8):
-        term = [[value / order for value in row] for row in multiply(term, small)]
-        result = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(result, term, strict=True)]
-    for _ in range(squarings):
-        result = multiply(result, result)
-    return result
-
-
-def cayley(entries: list[float], width: int) -> Matrix:
+def cayley(entries: list[float], width: int) -> np.ndarray:
     """arXiv:2502.02562, eq. 10, from the entries above the diagonal, row by row."""
-    values = iter(entries)
-    skew = [[0.0] * width for _ in range(width)]
-    for i in range(width):
-        for j in range(i + 1, width):
-            skew[i][j] = next(values)
-            skew[j][i] = -skew[i][j]
-    minus = [[float(i == j) - skew[i][j] for j in range(width)] for i in range(width)]
-    plus = [[float(i == j) + skew[i][j] for j in range(width)] for i in range(width)]
-    return multiply(minus, inverse(plus))
+    skew = np.zeros((width, width))
+    skew[np.triu_indices(width, 1)] = entries
+    skew -= skew.T
+    return (np.eye(width) - skew) @ np.linalg.inv(np.eye(width) + skew)
 
 
-def circulant(first_column: list[float]) -> Matrix:
+def circulant(first_column: list[float]) -> np.ndarray:
     size = len(first_column)
-    return [[first_column[(i - j) % size] for j in range(size)] for i in range(size)]
+    return np.array([[first_column[(i - j) % size] for j in range(size)] for i in range(size)])
 
 
 def string(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -253,18 +188,14 @@ def string(config: Any, parts: Any, case: LogitCase) -> Logits:
         # The start: l so that the eigenvalues 2 sum_m l[m] sin(2 pi k m / d) are RoPE's frequencies.
         half = range(1, width // 2)
         start = [2 / width * sum(spectrum[k - 1] * math.sin(2 * math.pi * k * m / width) for k in half) for m in half]
-        columns = []
+        generators = []
         for offsets in part.rotation.generator_offsets.tolist():
             entries = [a + b for a, b in zip(start, offsets, strict=True)]
-            columns.append([0.0, *entries, 0.0, *(-entry for entry in reversed(entries))])
-        cache: dict[tuple[int, int], Matrix] = {}
+            generators.append(circulant([0.0, *entries, 0.0, *(-entry for entry in reversed(entries))]))
 
         def turned(vector: list[float], head: int, token: int) -> list[float]:
-            key_head, position = head * len(columns) // len(case.query), case.positions[token]
-            if (key_head, position) not in cache:
-                generator = circulant(columns[key_head])
-                cache[key_head, position] = exponential([[position * value for value in row] for row in generator])
-            return apply(cache[key_head, position], vector[:width]) + vector[width:]
+            generator = generators[head * len(generators) // len(case.query)]
+            return (exponential(case.positions[token] * generator) @ vector[:width]).tolist() + vector[width:]
 
         return case.mapped(turned)
     bases = [cayley(entries, width) for entries in part.skew.tolist()]
@@ -276,7 +207,7 @@ def string(config: Any, parts: Any, case: LogitCase) -> Logits:
         basis = bases[head * len(bases) // len(case.query)]
         factors = offsets[head * len(offsets) // len(case.query)]
         frequencies = [w * math.exp(factor) for w, factor in zip(spectrum, factors, strict=True)]
-        in_basis = apply(basis, vector[:width]) + vector[width:]
+        in_basis = (basis @ vector[:width]).tolist() + vector[width:]
         return rotate(in_basis, frequencies, layout_of(config), case.positions[token], 1.0)
 
     return case.mapped(changed)

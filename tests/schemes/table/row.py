@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_posenc.schemes import BuildContext, Positions, SchemeConfig, SchemeParts, get_scheme
@@ -101,12 +102,17 @@ class LogitCase:
         return self.positions[query] - self.positions[key]
 
 
+def array(values: Any) -> np.ndarray:
+    """Numbers of a part, or of lists, in double precision."""
+    return np.array(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
+
+
 def dot(first: list[float], second: list[float]) -> float:
     """The inner product of two vectors."""
     return sum(a * b for a, b in zip(first, second, strict=True))
 
 
-def context_for(config: SchemeConfig, row: Row | None = None) -> BuildContext:
+def context_for(config: SchemeConfig) -> BuildContext:
     """A small place with grouped heads; bidirectional for the variants that need it."""
     causal = config != get_scheme("alibi")(variant="asymmetric")  # type: ignore[call-arg]
     causal = causal and getattr(config, "max_distance_ahead", None) is None

@@ -1,10 +1,12 @@
-"""Every scheme once more: slow, plain Python written from the papers, one number at a time in double precision."""
+"""Every scheme once more: slow Python written from the papers, with arrays of numpy, in double precision."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from typing import Any
+
+import numpy as np
 
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -58,24 +60,19 @@ def binary(config: Any, part: Any, hidden: int, position: int, length: int) -> l
 
 
 def sinusoidal(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
-    position += config.offset
     if config.frequencies == "vaswani":
-        pairs = math.ceil(hidden / 2)
-        angles = [position / config.base ** (2 * pair / hidden) for pair in range(pairs)]
+        exponents = 2 * np.arange(math.ceil(hidden / 2)) / hidden
     else:
-        pairs = hidden // 2
-        angles = [position / config.base ** (pair / (pairs - 1)) for pair in range(pairs)]
-    sines = [math.sin(angle) for angle in angles]
-    cosines = [math.cos(angle) for angle in angles]
-    if config.layout == "concatenated":
-        vector = sines + cosines
-    elif config.layout == "cosines_first":
-        vector = cosines + sines
+        exponents = np.linspace(0, 1, hidden // 2)
+    angles = (position + config.offset) / config.base**exponents
+    sines, cosines = np.sin(angles), np.cos(angles)
+    if config.layout == "interleaved":
+        vector = np.stack((sines, cosines), axis=-1).flatten()
     else:
-        vector = [value for pair in zip(sines, cosines, strict=True) for value in pair]
-    if config.frequencies == "vaswani" and hidden % 2:
-        vector.pop()  # the last cosine has no component left
-    return [config.scale * value for value in vector + [0.0] * (hidden - len(vector))]
+        vector = np.concatenate((cosines, sines) if config.layout == "cosines_first" else (sines, cosines))
+    # The last cosine of an odd width has no component left.
+    filled: list[float] = (config.scale * np.append(vector, np.zeros(hidden))[:hidden]).tolist()
+    return filled
 
 
 def learned(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
@@ -88,11 +85,9 @@ def learned(config: Any, part: Any, hidden: int, position: int, length: int) -> 
         return table[position + config.offset]
     place = position * (rows - 1) / (length - 1)
     low = math.floor(place)
-    high = min(low + 1, rows - 1)
-    return [
-        below + (above - below) * (place - low)
-        for below, above in zip(table[low + config.offset], table[high + config.offset], strict=True)
-    ]
+    below, above = (np.array(table[min(row, rows - 1) + config.offset]) for row in (low, low + 1))
+    between: list[float] = (below + (above - below) * (place - low)).tolist()
+    return between
 
 
 def t5_bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
@@ -140,7 +135,7 @@ def alibi(config: Any, part: Any, heads: int, causal: bool, head: int, distance:
     return -slope * abs(distance)
 
 
-def rotate(vector: list[float], frequencies: list[float], layout: str, position: float, factor: float) -> list[float]:
+def rotate(vector: list[float], frequencies: Any, layout: str, position: float, factor: float) -> list[float]:
     """arXiv:2104.09864, eq. 15: the block-diagonal matrix of rotations, pair by pair."""
     rotated = list(vector)
     for pair, frequency in enumerate(frequencies):
@@ -152,20 +147,17 @@ def rotate(vector: list[float], frequencies: list[float], layout: str, position:
     return rotated
 
 
-def rope_spectrum(theta: float, width: int) -> list[float]:
-    return [theta ** (-2 * pair / width) for pair in range(width // 2)]
+def rope_spectrum(theta: float, width: int) -> np.ndarray:
+    return theta ** (-2 * np.arange(width // 2) / width)
 
 
 def rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     width = config.rotary_dim or head_dim
     if config.partial_rotary_factor is not None:
         width = 2 * math.floor(config.partial_rotary_factor * head_dim / 2)
-    if config.inverse_frequencies is not None:
-        frequencies, factor = list(config.inverse_frequencies), 1.0
-    elif config.scaling is not None:
+    frequencies, factor = config.inverse_frequencies, 1.0
+    if frequencies is None:
         frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
-    else:
-        frequencies, factor = rope_spectrum(config.theta, width), 1.0
     factor = config.attention_scaling or factor
     return rotate(vector, frequencies, config.layout, position, factor)
 
@@ -173,18 +165,18 @@ def rope(config: Any, head_dim: int, vector: list[float], position: int, length:
 def p_rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     """arXiv:2410.06205, section 6."""
     width = config.rotary_dim or head_dim
-    kept = math.floor(config.fraction * width / 2)
-    frequencies = [
-        frequency if pair < kept else 0.0 for pair, frequency in enumerate(rope_spectrum(config.theta, width))
-    ]
+    frequencies = rope_spectrum(config.theta, width)
+    frequencies[math.floor(config.fraction * width / 2) :] = 0.0
     return rotate(vector, frequencies, config.layout, position, 1.0)
 
 
-def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tuple[list[float], float]:
+def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tuple[np.ndarray, float]:
     plain = rope_spectrum(theta, width)
+    if scaling is None:
+        return plain, 1.0
     match scaling.type:
         case "linear":
-            return [frequency / scaling.factor for frequency in plain], 1.0
+            return plain / scaling.factor, 1.0
         case "ntk":
             base = theta * scaling.factor ** (width / (width - 2))
             return rope_spectrum(base, width), 1.0
@@ -193,54 +185,39 @@ def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tupl
             base = theta * (scaling.factor * ratio - (scaling.factor - 1)) ** (width / (width - 2))
             return rope_spectrum(base, width), 1.0
         case "llama3":
-            return [
-                by_parts(
-                    frequency,
-                    scaling.factor,
-                    scaling.original_max_positions,
-                    scaling.low_freq_factor,
-                    scaling.high_freq_factor,
-                )
-                for frequency in plain
-            ], 1.0
+            return by_parts(scaling, plain), 1.0
         case "longrope":
             factors = scaling.long_factor if length > scaling.original_max_positions else scaling.short_factor
             attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
-            return [frequency / divisor for frequency, divisor in zip(plain, factors, strict=True)], attention
+            return plain / np.array(factors), attention
         case "yarn":
             return yarn(scaling, theta, width, scaling.factor), 0.1 * math.log(scaling.factor) + 1
         case "dynamic_yarn":
             stretch = max(length / scaling.original_max_positions, scaling.factor)
             return yarn(scaling, theta, width, stretch), 0.1 * math.log(stretch) + 1
         case "clipped":
-            inner, attention = (
-                (plain, 1.0) if scaling.scaling is None else scaled_spectrum(scaling.scaling, theta, width, length)
-            )
+            inner, attention = scaled_spectrum(scaling.scaling, theta, width, length)
             return clipped(scaling, plain, inner), attention
     raise NotImplementedError(scaling.type)
 
 
-def by_parts(frequency: float, factor: float, original: int, alpha: float, beta: float) -> float:
+def by_parts(scaling: Any, frequencies: np.ndarray) -> np.ndarray:
     """NTK-by-parts, arXiv:2309.00071, eq. 13 and 14."""
-    turns = original * frequency / (2 * math.pi)
-    kept = min(max((turns - alpha) / (beta - alpha), 0.0), 1.0)
-    return (1 - kept) * frequency / factor + kept * frequency
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    alpha, beta = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - alpha) / (beta - alpha), 0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def clipped(scaling: Any, plain: list[float], inner: list[float]) -> list[float]:
+def clipped(scaling: Any, plain: np.ndarray, inner: np.ndarray) -> np.ndarray:
     """The code of arXiv:2602.05258: half a cosine over the slowest pairs."""
     slow = scaling.pairs
     if slow is None:
-        slow = sum(2 * math.pi / frequency > scaling.original_max_positions for frequency in plain)
-    first = max(len(inner) - slow, 0)
-    last = len(inner) - 1
-    return [
-        frequency if pair < first else frequency * (1 + math.cos(math.pi * (pair - first) / (last - first))) / 2
-        for pair, frequency in enumerate(inner)
-    ]
+        slow = int((2 * math.pi / plain > scaling.original_max_positions).sum())
+    return inner * np.append(np.ones(len(inner) - slow), (1 + np.cos(np.linspace(0, math.pi, slow))) / 2)
 
 
-def yarn(scaling: Any, theta: float, width: int, factor: float) -> list[float]:
+def yarn(scaling: Any, theta: float, width: int, factor: float) -> np.ndarray:
     """The authors' code: the ramp runs over pair indices, between those that make beta_fast and beta_slow turns."""
 
     def pair_with(turns: float) -> float:
@@ -249,13 +226,9 @@ def yarn(scaling: Any, theta: float, width: int, factor: float) -> list[float]:
 
     start = max(math.floor(pair_with(scaling.beta_fast)), 0)
     end = min(math.ceil(pair_with(scaling.beta_slow)), width - 1)
-    end = end if end != start else end + 0.001
-    spectrum = []
-    for pair in range(width // 2):
-        frequency = theta ** (-2 * pair / width)
-        divided = min(max((pair - start) / (end - start), 0.0), 1.0)
-        spectrum.append(divided * frequency / factor + (1 - divided) * frequency)
-    return spectrum
+    divided = np.clip((np.arange(width // 2) - start) / max(end - start, 0.001), 0, 1)
+    plain = rope_spectrum(theta, width)
+    return divided * plain / factor + (1 - divided) * plain
 
 
 ROPE_VARIANTS = (
