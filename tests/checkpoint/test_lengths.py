@@ -186,11 +186,6 @@ class TestNames:
         assert torch.equal(next(again.position_encoding.parameters()), expected), "parameters go with the other weights"
         assert type(unpatch_model(model).config._name_or_path) is not str, "the files are those of a patched model"
 
-    def test_trl_compares_with_a_reference_of_this_length(self, stock: Path) -> None:
-        utils = pytest.importorskip("trl.trainer.utils", reason="trl is not installed")
-        model = extended(stock)
-        assert stated(utils.create_model_from_path(model.config._name_or_path)) == {LONG}
-
 
 class TestAdapters:
     def test_a_position_adapter(self, stock: Path, tmp_path: Path) -> None:
