@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_posenc import (
     CheckpointError,
@@ -44,11 +44,14 @@ from tests.checkpoint.checkpoint_cases import (
     llama,
     made,
     outputs,
+    randomize,
     refused,
     roberta,
     token_ids,
     write_reference,
 )
+from tests.cli.conftest import save_tokenizer
+from tests.models import tiny
 
 #: Of a Llama and of a BERT.
 NATIVE, MASKED = 64, 48
@@ -115,6 +118,27 @@ class TestFolders:
     def test_a_card_says_the_length(self) -> None:
         model = extend_context(made("alibi", build=bert), length=LONG)
         assert f"Context: {LONG} tokens, {MASKED} natively" in str(model_card(model, model_id="me/bert-alibi"))
+
+
+@pytest.mark.parametrize("kind", ["SentenceTransformer", "CrossEncoder"])
+def test_sentence_transformers_reads_whole_texts_and_has_the_length_again(kind: str, tmp_path: Path) -> None:
+    load = getattr(pytest.importorskip("sentence_transformers"), kind)
+    tiny("BertForSequenceClassification", max_position_embeddings=MASKED, num_labels=1).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path, model_max_length=MASKED).save_pretrained(tmp_path)
+    encoder, words = load(str(tmp_path), device="cpu"), ["the dog"] * 60 + ["cat"]
+    randomize(encoder[0].model)
+    extend_context(patch_model(encoder[0].model, "alibi"), encoder.tokenizer, length=LONG)
+    encoder.save_pretrained(str(tmp_path / "saved"))
+
+    def read(model: Any, words: list[str]) -> Any:
+        assert model.max_seq_length == LONG
+        return (
+            model.encode(" ".join(words)) if kind == "SentenceTransformer" else model.predict(("cat", " ".join(words)))
+        )
+
+    assert abs(read(encoder, words) - read(encoder, words[:-1])).max() > 1e-4
+    assert (read(load(str(tmp_path / "saved"), device="cpu"), words) == read(encoder, words)).all()
 
 
 #: Schemes of a Llama, the length that is set, and that of the stock export.
