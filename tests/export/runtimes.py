@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 import hf_posenc
 from hf_posenc import (
@@ -26,6 +25,7 @@ from hf_posenc.export.layers import ModelParts, rotation_of
 from hf_posenc.schemes.needs import BIASES, Need
 from hf_posenc.schemes.refusals import SGLANG, VLLM
 from hf_posenc.serving.engine_schemes import sites_for_engine
+from tests.export.gguf_cases import byte_tokenizer
 from tests.models import tiny
 from tests.schemes.table import TABLE
 
@@ -115,15 +115,6 @@ RUNTIMES: dict[str, tuple[Runtime, ...]] = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with one merge, as GPT-2 splits texts."""
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
-    tokens = Tokenizer(models.BPE({token: place for place, token in enumerate(alphabet)}, [("t", "h")]))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|endoftext|>")
-
-
 def patched(model: str, scheme: str) -> PreTrainedModel:
     """A tiny model with the first variant of a scheme, whose parameters are large enough to matter."""
     torch.manual_seed(0)
@@ -153,7 +144,7 @@ def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
             if runtime.target in ENGINES:
                 sites_for_engine(given, ENGINES[runtime.target])
                 return {"carrier": PLUG_IN, "checks": []}
-            report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=tokenizer(), **options)
+            report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=byte_tokenizer(), **options)
         except hf_posenc.UnsupportedError as refusal:
             return {"refused": getattr(refusal, "reasons", [str(refusal)]), "because": mechanism(given)}
         found = report.to_dict()

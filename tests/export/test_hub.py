@@ -279,9 +279,9 @@ def test_a_card_follows_the_model_unless_it_was_written_by_hand(place: Place, on
 GGUF = """
 import hf_posenc
 from gguf import GGUFReader
-from tests.export.runtimes import tokenizer
+from tests.export.gguf_cases import byte_tokenizer
 from tests.models import tiny
-coder = tokenizer()
+coder = byte_tokenizer()
 model = hf_posenc.patch_model(tiny("LlamaForCausalLM", vocab_size=len(coder)), "none")
 hf_posenc.export_model(model, folder / "gguf", to="gguf", tokenizer=coder, push_to_hub="gguf")
 path = Path(hf_hub_download("someone/gguf", "model.gguf"))

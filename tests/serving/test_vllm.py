@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_posenc import AlibiConfig, patch_model
+from tests.models import tiny
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,11 +45,8 @@ def folder(tmp_path: Path) -> Path:
 
 def save(folder: Path, scheme: object) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 1024}
+    model = tiny("LlamaForCausalLM", **sizes, bos_token_id=None, eos_token_id=1)
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     patch_model(model, scheme)
