@@ -58,11 +58,7 @@ def reload(folder: Path) -> dict[str, Any]:
             "concrete": lambda: concrete.from_pretrained(folder),
             "sharded": lambda: auto.from_pretrained(folder / "sharded"),
             "subfolder": lambda: auto.from_pretrained(folder.parent, subfolder=folder.name),
-            "device_map_cpu": lambda: auto.from_pretrained(folder, device_map={"": "cpu"}),
             "device_map_auto": lambda: auto.from_pretrained(folder, device_map="auto"),
-            "low_memory": lambda: auto.from_pretrained(folder, low_cpu_mem_usage=True),
-            "float32": lambda: auto.from_pretrained(folder, dtype=torch.float32),
-            "state_dict": lambda: auto.from_pretrained(folder / "state_dict"),
             "by_hand": lambda: auto.from_pretrained(folder / "by_hand"),
         }
     results = {}

@@ -15,8 +15,7 @@ from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE
 from tests.checkpoint.checkpoint_cases import CASES, Case
 
 #: Ways to load a checkpoint, which must give the saved outputs bit for bit.
-LOADED = {"auto", "concrete", "sharded", "subfolder", "device_map_cpu", "device_map_auto", "low_memory", "float32"}
-LOADED |= {"state_dict", "bfloat16", "by_hand"}
+LOADED = {"auto", "concrete", "sharded", "subfolder", "device_map_auto", "bfloat16", "by_hand"}
 #: Routes past the auto classes, which find no file of weights and quote a sentence in its place.
 CONCRETE = {"concrete", "config class", "concrete_sharded", "concrete_low_memory", "base"}
 CONCRETE |= {"config by hand", "concrete, config by hand", "config of a class"}

@@ -54,7 +54,7 @@ def files(folders, tmp_path_factory):
     words = [WORDS[index] for index in torch.randint(len(WORDS), (600,), generator=generator)]
     pairs = [{"input": f"{first} dog ", "target_scores": {"sees": 1, "near": 0}} for first in ("the", "another")]
     contents = {
-        "text": " ".join(words), "short": "the dog", "empty": "", "pairs": json.dumps({"name": "x", "examples": pairs})
+        "text": " ".join(words), "empty": "", "pairs": json.dumps({"name": "x", "examples": pairs})
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).write_text(content)
@@ -321,7 +321,6 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
     [
         ("dog {bert} --schemes alibbi", "Did you mean 'alibi'"),
         ("dgo {bert}", "Unknown evaluation 'dgo'. Did you mean 'dog'? Known: attention, dog,"),
-        ("dog {bert} --sentence one~dog~only", "twice"),
         ("dog {words}", "cannot load"),
         ("loss {llama} --text nowhere.txt", "nowhere.txt"),
         ("loss {llama} --text {text} --lengths 5000", "Use more text"),
@@ -335,10 +334,8 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         (LOSS + "--device nodevice", "--device nodevice"),
         ("loss {headless} --text {text} --lengths 16", "AutoModelForMaskedLM"),
         ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
-        ("sensitivity {bert} --text {short} --gaps 2 --schemes none", "3 tokens, but one window needs 50"),
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
         ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
-        ("minimal-pairs {llama} --task {folder}/missing.json", "pip download"),
         ("resolution {vit} --resolutions 32 --dataset {folder}/none", "Cannot load the pictures"),
         *((words, f"reads 'pixel_values'.*{instead}")
           for words in ("dog {vit}", "loss {vit} --text {text}")
