@@ -67,8 +67,6 @@ def extended(stock: Path, scheme: str = "t5") -> Any:
 
 
 class TestFolders:
-    """That a fresh process gives the same numbers at the new length is in `test_reload.py`."""
-
     def test_a_saved_stock_model_is_the_same_after_a_length_has_come_and_gone(self, tmp_path: Path) -> None:
         model = made(build=bert)
         model.save_pretrained(tmp_path / "stock")

@@ -52,10 +52,7 @@ def files(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     generator = torch.Generator().manual_seed(0)
     words = [WORDS[index] for index in torch.randint(len(WORDS), (600,), generator=generator)]
-    pairs = [{"input": f"{first} dog ", "target_scores": {"sees": 1, "near": 0}} for first in ("the", "another")]
-    contents = {
-        "text": " ".join(words), "empty": "", "pairs": json.dumps({"name": "x", "examples": pairs})
-    }  # fmt: skip
+    contents = {"text": " ".join(words), "empty": ""}
     for name, content in contents.items():
         (folder / name).write_text(content)
     return folders | {name: str(folder / name) for name in contents} | {"folder": str(folder)}
@@ -115,28 +112,10 @@ def test_types_of_values_are_those_of_the_function(words, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "verdicts"),
-    [
-        ("dog {bert} --schemes native none alibi", {"native": "yes", "none": "no", "alibi": "yes"}),
-        ("image-sensitivity {vit} --schemes none rope_nd --steps 2 --images 2", {"none": "no", "rope_nd": "yes"}),
-    ],
-)
-def test_verdicts_stand_at_the_end_of_a_row(printed, words, verdicts):
-    rows = {line.split()[0]: line.split()[-1] for line in printed(words).splitlines() if line}
-    assert {name: rows[name] for name in verdicts} == verdicts
-
-
-@pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("generalization {bytes} --task copy --lengths 2 30 --samples 3 --method generate",
-         ["task 'copy' (generate, seed 0)", "alibi"]),
         ("generalization {bytes} --task copy --lengths 2 30 --schemes native learned:num_positions=20 --markdown",
          ["| native (rope", "learned(num_positions=20)", "length 30: "]),
-        ("minimal-pairs {llama} --task {pairs} --samples 1", ["1 of 2 pairs"]),
-        ("minimal-pairs {llama} --task {pairs}", ["scoring, 2 pairs"]),
-        ("resolution {vit} --resolutions 24 48 --max-pictures 20", ["48 pixels (%)"]),
-        ("sensitivity {bert} --schemes none --gaps 2 --offsets 1 --context 16 --text {text} --markdown", ["| gap 2 |"]),
         ("quantized {bert} --text {text} --length 16 --max-windows 2 --positions 0 4000 --variants encodings~int8 "
          "--schemes native,none --markdown", ["| encodings int8", "64 positions", "cannot be measured"]),
         ("properties --schemes none, rope:theta=500000 --markdown", ["| none ", "rope(theta=500000)"]),

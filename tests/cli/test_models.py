@@ -79,6 +79,14 @@ class TestInspect:
 
 
 class TestPatch:
+    @pytest.fixture
+    def once(self, capsys, llama, tmp_path):
+        """A patched folder."""
+        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
+        assert main(["patch", llama, scaling, "--output", str(tmp_path / "once")]) == 0
+        capsys.readouterr()
+        return str(tmp_path / "once")
+
     def test_the_patched_model_is_saved_with_its_tokenizer(self, capsys, bert, tmp_path):
         assert main(["patch", bert, "alibi", "--output", str(tmp_path)]) == 0
         assert "alibi" in capsys.readouterr().out
@@ -165,11 +173,8 @@ class TestPatch:
         assert lines[-1].startswith("- run the checkpoint where hf_posenc is installed")
         assert not output.exists()
 
-    def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, llama, tmp_path):
-        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
-        once, twice = str(tmp_path / "once"), tmp_path / "twice"
-        assert main(["patch", llama, scaling, "--output", once]) == 0
-        capsys.readouterr()
+    def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, once, tmp_path):
+        twice = tmp_path / "twice"
         for words in (["native", "--stock"], ["native"], ["alibi"]):
             message = refused(capsys, "patch", once, *words, "--output", str(twice))
             assert "already has the position encoding rope(yarn x4)" in message
@@ -178,11 +183,8 @@ class TestPatch:
         assert main(["patch", once, "alibi", "--replace", "--output", str(twice)]) == 0
         assert json.loads((twice / "config.json").read_text())["position_encoding"]["scheme"]["scheme"] == "alibi"
 
-    def test_export_keeps_the_scheme_without_the_plugin(self, capsys, llama, tmp_path):
-        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
-        once, plain = str(tmp_path / "once"), tmp_path / "plain"
-        assert main(["patch", llama, scaling, "--output", once]) == 0
-        capsys.readouterr()
+    def test_export_keeps_the_scheme_without_the_plugin(self, capsys, llama, once, tmp_path):
+        plain = tmp_path / "plain"
         assert main(["export", once, "--output", str(plain)]) == 0
         assert "is saved without a tokenizer" in capsys.readouterr().err
         config = json.loads((plain / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
@@ -28,7 +29,7 @@ from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE, install
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.refusals import ENGINES
-from tests.models import tiny
+from tests.export.models import visible
 from tests.serving import engine_stub
 from tests.serving.engine_stub import Pages, vllm_config, weights_of
 
@@ -48,15 +49,7 @@ SCHEMES: dict[str, Any] = {name: name for name in list_schemes()} | {
 }
 RUN_IN_BOTH = ("none", "p_rope", "learned_rope", "xpos", "sinusoidal", "interleaved", "scale")
 RUN_IN_VLLM = ("alibi", "trained slopes", "alibi in half of the layers", "alibi and rope")
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = tiny("LlamaForCausalLM", vocab_size=64, tie_word_embeddings=True).eval()
-    for parameter in model.parameters():
-        # With the usual initial weights, attention is so even that a lost position encoding hardly shows.
-        parameter.data.mul_(5 if parameter.dim() > 1 else 1)
-    return model
+llama = functools.partial(visible, "LlamaForCausalLM", vocab_size=64, tie_word_embeddings=True)
 
 
 @pytest.fixture(autouse=True)
@@ -67,14 +60,9 @@ def _engines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     def save(scheme: Any) -> Path:
-        model = tiny_llama()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch_model(model, scheme)
-        with torch.no_grad():
-            for parameter in model.position_encoding.parameters():
-                parameter.add_(torch.rand_like(parameter) / 3)
-        model.save_pretrained(tmp_path)
+            llama(scheme).save_pretrained(tmp_path)
         return tmp_path
 
     return save
@@ -136,7 +124,7 @@ def test_lost_slopes_change_the_logits(save: Save, monkeypatch: pytest.MonkeyPat
 
 def test_lost_scheme_changes_the_logits(save: Save) -> None:
     folder = save("none")
-    assert (expected_logits(folder) - tiny_llama()(IDS).logits).abs().max() > 0.1
+    assert (expected_logits(folder) - llama()(IDS).logits).abs().max() > 0.1
 
 
 def test_a_kernel_that_ignores_slopes_is_refused(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +201,10 @@ def test_engines_never_see_the_name_of_the_stock_class(
     monkeypatch.setitem(sys.modules, path, module)
     install()
     assert module.get_config(save("none")).architectures == [ENGINE_ARCHITECTURE]
-    classifier = LlamaForSequenceClassification(tiny_llama().config)
+    classifier = LlamaForSequenceClassification(llama().config)
     patch_model(classifier, "none")
     classifier.save_pretrained(tmp_path / "classifier")
     found = module.get_config(tmp_path / "classifier").architectures
     assert found == ["hf_posenc.LlamaForSequenceClassification"]
-    tiny_llama().save_pretrained(tmp_path / "stock")
+    llama().save_pretrained(tmp_path / "stock")
     assert module.get_config(tmp_path / "stock").architectures == ["LlamaForCausalLM"]
