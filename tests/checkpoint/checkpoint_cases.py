@@ -49,8 +49,8 @@ def gpt2() -> GPT2LMHeadModel:
     return tiny("GPT2LMHeadModel", vocab_size=VOCABULARY, n_positions=48, bos_token_id=0, eos_token_id=0)
 
 
-def bert() -> BertForMaskedLM:
-    return tiny("BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=48)
+def bert(**options: Any) -> BertForMaskedLM:
+    return tiny("BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=48, **options)
 
 
 def roberta() -> RobertaForMaskedLM:

@@ -32,7 +32,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder)
         if case.every_route:
             model.save_pretrained(folder / "sharded", max_shard_size="20KB")
-            model.save_pretrained(folder / "state_dict", state_dict=model.state_dict())
             model.save_pretrained(folder / "by_hand", max_shard_size="20KB")
             (folder / "by_hand" / "config.json").write_text(json.dumps(model.config.to_dict()))
         write_reference(model, folder, LENGTH if case.lengths is None else 128)

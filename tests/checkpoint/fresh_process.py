@@ -1,6 +1,6 @@
-"""Run in a process of its own: loads the checkpoints below a folder and prints what came of it as JSON.
+"""Run in a process of its own without hf_posenc: loads checkpoints below a folder and prints what came of it as JSON.
 
-`python fresh_process.py with FOLDER` imports hf_posenc first, `without` and `stock` never do.
+`python fresh_process.py without FOLDER` loads patched checkpoints, `stock` those of exports.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, load_model
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
 Routes = dict[str, Callable[[], Any]]
 
 
@@ -42,44 +39,6 @@ def stated(model: Any) -> int | None:
     """The length in the config."""
     fields = vars(model.config)
     return fields.get("max_position_embeddings", fields.get("n_positions"))
-
-
-def reload(folder: Path) -> dict[str, Any]:
-    import hf_posenc
-
-    reference = load_file(folder / "reference" / "reference.safetensors")
-    concrete, auto = classes(folder)
-    routes: Routes = {
-        "auto": lambda: auto.from_pretrained(folder),
-        "bfloat16": lambda: auto.from_pretrained(folder, dtype=torch.bfloat16),
-    }
-    if (folder / "sharded").is_dir():
-        routes |= {
-            "concrete": lambda: concrete.from_pretrained(folder),
-            "sharded": lambda: auto.from_pretrained(folder / "sharded"),
-            "subfolder": lambda: auto.from_pretrained(folder.parent, subfolder=folder.name),
-            "device_map_cpu": lambda: auto.from_pretrained(folder, device_map={"": "cpu"}),
-            "device_map_auto": lambda: auto.from_pretrained(folder, device_map="auto"),
-            "low_memory": lambda: auto.from_pretrained(folder, low_cpu_mem_usage=True),
-            "float32": lambda: auto.from_pretrained(folder, dtype=torch.float32),
-            "state_dict": lambda: auto.from_pretrained(folder / "state_dict"),
-            "by_hand": lambda: auto.from_pretrained(folder / "by_hand"),
-        }
-    results = {}
-    for name, load in routes.items():
-        model = load()
-        results[name] = {
-            "difference": run(model, reference),
-            "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "is_stock_class": type(model) is concrete,
-            "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-            "training": model.training,
-        }
-    lengths = [stated(model), model.position_encoding.lengths.current, model.position_encoding.lengths.native]
-    generation = getattr(model, "generation_config", None)
-    hf_posenc.unpatch_model(model)
-    results["lengths"] = [*lengths, stated(model), None if generation is None else generation.max_length]
-    return results
 
 
 def stock(folder: Path) -> dict[str, Any]:
@@ -154,9 +113,10 @@ def tools(folder: Path, concrete: Any, auto: Any) -> Routes:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     mode, root = sys.argv[1], Path(sys.argv[2])
     folders = sorted(path for path in root.iterdir() if (path / "reference").is_dir())
-    if mode == "with":
-        import hf_posenc  # noqa: F401
-    task = {"with": reload, "without": refuse, "stock": stock}[mode]
+    task = {"without": refuse, "stock": stock}[mode]
     print("RESULTS " + json.dumps({folder.name: task(folder) for folder in folders}))

@@ -231,11 +231,6 @@ METHODS: dict[str, Method] = {
     "vera": Method(lambda: peft.VeraConfig(target_modules=["q_proj", "o_proj"], r=2, **_TASK), beside=False),
     "loha": Method(lambda: peft.LoHaConfig(target_modules=["q_proj"], r=2, **_TASK), beside=False),
 }
-PROMPTS: dict[str, Callable[[], Any]] = {
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **_TASK),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **_TASK),
-    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **_TASK),
-}
 
 
 @pytest.fixture(scope="module")
@@ -281,13 +276,6 @@ def test_every_method_comes_back_on_its_base_and_fits_no_other(
         cycle(stranger)
         with pytest.raises(CheckpointError, match="other weights"):
             stranger.load_adapter(plain, "second")
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_learned_prompts_come_back(name: str, stock: Path, tmp_path: Path) -> None:
-    model = adapted(base(stock, "t5"), PROMPTS[name]())
-    model.save_pretrained(tmp_path)
-    assert_same(AutoPeftModelForCausalLM.from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize("name", ["lora", "pissa", "all linear", "replicated"])

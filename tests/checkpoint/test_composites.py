@@ -1,4 +1,4 @@
-"""Adapters and processors of patched models of images and sound."""
+"""Adapters and auto classes of patched models of images."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForImageTextToText,
-    AutoModelForSpeechSeq2Seq,
-)
+from transformers import AutoModel, AutoModelForImageTextToText
 
 from hf_posenc import UnsupportedError, load_position_adapter, patch_model, save_position_adapter
 from hf_posenc.recipes import add_lora
-from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
 
@@ -65,7 +60,3 @@ def test_auto_classes_load_the_whole_and_its_base(tmp_path: Path) -> None:
     assert AutoModel.from_pretrained(tmp_path / "llava").position_encoding.config == model.position_encoding.config
     half = AutoModelForImageTextToText.from_pretrained(tmp_path / "llava", dtype=torch.bfloat16)
     assert logits(LLAVA, half, **{**prompt, "pixel_values": prompt["pixel_values"].bfloat16()}).isfinite().all()
-    speech = patch_model(patch_model(speech_model(), "alibi"), "rope", part="audio")
-    speech.save_pretrained(tmp_path / "whisper")
-    again = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "whisper")
-    assert again.position_encoding.config.names == ("audio", "text")

@@ -257,21 +257,6 @@ def test_an_adapter_is_the_old_or_the_new_or_refused_after_a_kill(
     others.stocks[case] = [model for model, scheme in zip(expected, (before, after), strict=True) if scheme is None]
 
 
-def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = made("alibi"), made("kerple", seed=1)
-    old.save_pretrained(tmp_path / "model")
-    before = content_of(tmp_path)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
-    for name in ("model", "other"):
-        with pytest.raises(OSError, match="No space"):
-            new.save_pretrained(tmp_path / name)
-    assert content_of(tmp_path) == before
-
-
 @pytest.mark.parametrize("place", ["", None, "file", "file/below", "link", 3, b"bytes"], ids=repr)
 def test_what_is_no_folder_is_refused_as_in_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ pytest.importorskip("peft")
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_posenc import (
     CheckpointError,
@@ -44,11 +43,13 @@ from tests.checkpoint.checkpoint_cases import (
     llama,
     made,
     outputs,
+    randomize,
     refused,
     roberta,
     token_ids,
-    write_reference,
 )
+from tests.cli.conftest import save_tokenizer
+from tests.models import tiny
 
 #: Of a Llama and of a BERT.
 NATIVE, MASKED = 64, 48
@@ -64,8 +65,6 @@ def extended(stock: Path, scheme: str = "t5") -> Any:
 
 
 class TestFolders:
-    """That a fresh process gives the same numbers at the new length is in `test_reload.py`."""
-
     def test_a_saved_stock_model_is_the_same_after_a_length_has_come_and_gone(self, tmp_path: Path) -> None:
         model = made(build=bert)
         model.save_pretrained(tmp_path / "stock")
@@ -97,24 +96,40 @@ class TestFolders:
 
     def test_damaged_lengths_are_refused_by_name(self, tmp_path: Path) -> None:
         made("alibi", build=bert).save_pretrained(tmp_path)
-        config = tmp_path / "config.json"
+        config, name = tmp_path / "config.json", "max_position_embeddings"
         sound = config.read_text()
-        name = "max_position_embeddings"
-        for native in (
-            512, {name: "64"}, {name: 0}, {name: True}, {name: 2**31}, {"hidden_size": 64}, {f"text_config.{name}": 64}
-        ):  # fmt: skip
-            edit_json(config, "position_encoding", native_lengths=native)
-            with pytest.raises(CheckpointError, match="native_lengths"):
-                AutoModelForMaskedLM.from_pretrained(tmp_path)
-        for length in ("many", None):
+        wrong = (512, {name: "64"}, {name: 0}, {name: True}, {name: 2**31}, {"hidden_size": 64}, {f"text.{name}": 64})
+        edits: list[Any] = [(("position_encoding",), {"native_lengths": native}) for native in wrong]
+        for where, changes in [*edits, ((), {name: "many"}), ((), {name: None})]:
             config.write_text(sound)
-            edit_json(config, max_position_embeddings=length)
+            edit_json(config, *where, **changes)
             with pytest.raises(CheckpointError, match="native_lengths"):
                 AutoModelForMaskedLM.from_pretrained(tmp_path)
 
     def test_a_card_says_the_length(self) -> None:
         model = extend_context(made("alibi", build=bert), length=LONG)
         assert f"Context: {LONG} tokens, {MASKED} natively" in str(model_card(model, model_id="me/bert-alibi"))
+
+
+@pytest.mark.parametrize("kind", ["SentenceTransformer", "CrossEncoder"])
+def test_sentence_transformers_reads_whole_texts_and_has_the_length_again(kind: str, tmp_path: Path) -> None:
+    load = getattr(pytest.importorskip("sentence_transformers"), kind)
+    tiny("BertForSequenceClassification", max_position_embeddings=MASKED, num_labels=1).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path, model_max_length=MASKED).save_pretrained(tmp_path)
+    encoder, words = load(str(tmp_path), device="cpu"), ["the dog"] * 60 + ["cat"]
+    randomize(encoder[0].model)
+    extend_context(patch_model(encoder[0].model, "alibi"), encoder.tokenizer, length=LONG)
+    encoder.save_pretrained(str(tmp_path / "saved"))
+
+    def read(model: Any, words: list[str]) -> Any:
+        assert model.max_seq_length == LONG
+        return (
+            model.encode(" ".join(words)) if kind == "SentenceTransformer" else model.predict(("cat", " ".join(words)))
+        )
+
+    assert abs(read(encoder, words) - read(encoder, words[:-1])).max() > 1e-4
+    assert (read(load(str(tmp_path / "saved"), device="cpu"), words) == read(encoder, words)).all()
 
 
 #: Schemes of a Llama, the length that is set, and that of the stock export.
@@ -131,7 +146,9 @@ EXPORTS: dict[str, tuple[Any, int | None, int]] = {
 
 
 class TestExports:
-    def test_a_stock_export_states_the_length(self, tmp_path: Path, fresh: Callable[[str, Path], Any]) -> None:
+    """That other processes compute the same numbers with them is in tests/export/test_stock.py."""
+
+    def test_a_stock_export_states_the_length(self, tmp_path: Path) -> None:
         for name, (scheme, length, expected) in EXPORTS.items():
             model = made(scheme, build=llama)
             if length is not None:
@@ -141,13 +158,6 @@ class TestExports:
             assert isinstance(stock, LlamaForCausalLM)
             assert stock.config.max_position_embeddings == expected, name
             assert not hasattr(stock, "position_encoding")
-            if name == "yarn":
-                model.set_attn_implementation("sdpa")  # what from_pretrained chooses
-                write_reference(model, tmp_path / name, expected)
-        found = fresh("stock", tmp_path)["yarn"]
-        # The tolerance of the export itself: stock code multiplies in another order.
-        assert found["difference"] <= 1e-5
-        assert not found["imported"]
 
     @pytest.mark.parametrize("length", [None, 100])
     def test_an_exported_table_keeps_its_rows_whatever_the_length(self, tmp_path: Path, length: int | None) -> None:
@@ -185,11 +195,6 @@ class TestNames:
         assert stated(again) == {LONG}
         assert torch.equal(next(again.position_encoding.parameters()), expected), "parameters go with the other weights"
         assert type(unpatch_model(model).config._name_or_path) is not str, "the files are those of a patched model"
-
-    def test_trl_compares_with_a_reference_of_this_length(self, stock: Path) -> None:
-        utils = pytest.importorskip("trl.trainer.utils", reason="trl is not installed")
-        model = extended(stock)
-        assert stated(utils.create_model_from_path(model.config._name_or_path)) == {LONG}
 
 
 class TestAdapters:

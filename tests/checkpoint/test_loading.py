@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -19,14 +18,12 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
     PreTrainedModel,
-    pipeline,
 )
 from transformers.trainer_utils import load_sharded_checkpoint
 
@@ -34,7 +31,6 @@ import hf_posenc
 from hf_posenc import BuildContext, CheckpointError, DistanceBias, SchemeConfig, SchemeParts, UnsupportedError
 from hf_posenc.checkpoint import configuration, loading
 from hf_posenc.checkpoint.install import install
-from hf_posenc.entry import read_entry
 from hf_posenc.schemes import registry
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from tests.checkpoint.checkpoint_cases import (
@@ -47,7 +43,6 @@ from tests.checkpoint.checkpoint_cases import (
     llama,
     made,
     outputs,
-    token_ids,
 )
 from tests.models import tiny_config
 
@@ -60,11 +55,10 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folder(model: PreTrainedModel, stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of this model, with a tokenizer. No test changes it."""
+def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this model. No test changes it."""
     folder = tmp_path_factory.mktemp("models") / "model"
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(stock).save_pretrained(folder)
     return folder
 
 
@@ -99,13 +93,6 @@ class TestRoutes:
         assert info["missing_keys"] == {"lm_head.weight"}
         assert_same(head.model, model.model)
 
-    def test_loading_info_is_returned_only_on_request(self, folder: Path, stock: Path) -> None:
-        for place in (folder, stock):
-            assert isinstance(AutoModelForCausalLM.from_pretrained(place), LlamaForCausalLM)
-            loaded, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
-            assert isinstance(loaded, LlamaForCausalLM)
-            assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-
     def test_a_config_and_a_state_dict_can_be_passed(self, model: Any, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
         before = config.to_json_string()
@@ -113,27 +100,6 @@ class TestRoutes:
         assert config.to_json_string() == before
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert_same(LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=state), model)
-
-    def test_from_config_builds_a_patched_model(self, model: Any) -> None:
-        for build in (AutoModelForCausalLM.from_config, LlamaForCausalLM._from_config):
-            built = build(model.config, dtype=torch.bfloat16)
-            assert type(built) is LlamaForCausalLM
-            assert built.state_dict().keys() == model.state_dict().keys()
-            assert built.position_encoding.config == model.position_encoding.config
-            assert built.dtype == torch.bfloat16
-        assert read_entry(model.config) is not None
-
-    def test_a_tokenizer_and_a_pipeline_find_the_folder(self, folder: Path) -> None:
-        assert AutoTokenizer.from_pretrained(folder)("word3 word5")["input_ids"] == [3, 5]
-        generator = pipeline("text-generation", model=str(folder))
-        assert type(generator.model) is LlamaForCausalLM
-        (answer,) = generator("word3 word5 word7", max_new_tokens=4, do_sample=False)
-        assert answer["generated_text"].startswith("word3 word5 word7")
-        loaded = AutoModelForCausalLM.from_pretrained(folder)
-        generated = loaded.generate(token_ids()[:1, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
-        assert generated.shape[1] == 11
-        for end in range(5, 11):
-            assert outputs(loaded, generated[:, :end])[0, -1].argmax() == generated[0, end]
 
     def test_hub_ids_load_with_revision_and_subfolder(
         self, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,21 +182,6 @@ class TestAfterwards:
         assert loaded.generation_config.use_cache is False
         hf_posenc.unpatch_model(loaded)
         assert loaded.generation_config.use_cache is True
-
-    @pytest.mark.parametrize("scheme", ["t5", "alibi", "rope", "learned"])
-    @pytest.mark.parametrize("build", [llama, bert])
-    def test_copies_and_whole_models_of_torch_are_independent(self, tmp_path: Path, build: Any, scheme: str) -> None:
-        model = made(scheme, build=build)
-        expected = outputs(model)
-        torch.save(model, tmp_path / "model.pt")
-        for twin in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
-            assert_same(twin, expected)
-            assert twin.config == model.config
-            hf_posenc.unpatch_model(twin)
-            assert read_entry(twin.config) is None
-            assert_same(model, expected)
-            assert read_entry(model.config) is not None
-        assert_same(twin, hf_posenc.unpatch_model(model))
 
 
 class TestRefusals:

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import (
-    EncodecConfig,
     LlamaForCausalLM,
-    MusicgenConfig,
-    MusicgenDecoderConfig,
-    MusicgenForConditionalGeneration,
-    T5Config,
 )
 
 import hf_posenc
@@ -23,6 +18,7 @@ from hf_posenc import PositionEncodingError, patch_model, unpatch_model
 from hf_posenc.checkpoint import model_card
 from hf_posenc.checkpoint.cards import write_card
 from hf_posenc.version import REPOSITORY
+from tests.cli.conftest import save_tokenizer
 from tests.fresh import run_fresh
 from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES
@@ -101,11 +97,6 @@ def test_the_example_imports_the_module_of_an_own_scheme(tmp_path: Path) -> None
     assert "square_root" in run(card.split("```python\n")[1].split("```")[0])
     run(f"{OWN_SCHEME}\n{save}('script')")
     assert "run the code that registers: square_root." in (tmp_path / "script" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(("architecture", "task"), [("BertModel", None), ("BertForMaskedLM", "fill-mask")])
-def test_a_card_has_the_task_of_the_class(architecture: str, task: str | None) -> None:
-    assert model_card(patch_model(tiny(architecture), "alibi"), model_id="bert").data.pipeline_tag == task
 
 
 def test_a_card_names_the_scheme_of_each_part() -> None:
@@ -312,16 +303,6 @@ def test_a_link_stays_and_the_file_that_it_leads_to_is_written(llama: Any, tmp_p
         assert card.read_text().count("is `rope(theta=500)`") == 1
 
 
-def test_a_model_with_several_text_configs_is_saved(tmp_path: Path) -> None:
-    text = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    decoder = MusicgenDecoderConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, num_codebooks=4
-    )
-    config = MusicgenConfig(text_encoder=text, audio_encoder=EncodecConfig(), decoder=decoder)
-    patch_model(MusicgenForConditionalGeneration(config), "alibi").save_pretrained(tmp_path)
-    assert "vLLM does not run it" in (tmp_path / "README.md").read_text()
-
-
 def test_the_cards_of_other_libraries_have_the_section(llama: Any, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -333,13 +314,9 @@ def test_the_cards_of_other_libraries_have_the_section(llama: Any, tmp_path: Pat
     assert card.count("is `rope(theta=500)`") == 1
     assert "### Training hyperparameters" in card
     sentence_transformers = pytest.importorskip("sentence_transformers")
-    bert, words = tmp_path / "bert", {"[UNK]": 0, "[PAD]": 1}
+    bert = tmp_path / "bert"
     patch_model(tiny("BertModel"), "t5").save_pretrained(bert)
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(bert)
+    save_tokenizer(bert)
     sentence_transformers.SentenceTransformer(str(bert), device="cpu").save(str(tmp_path / "encoder"))
     card = (tmp_path / "encoder" / "README.md").read_text()
     assert "# SentenceTransformer" in card

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from hf_posenc import unpatch_model
 from hf_posenc.checkpoint.adapter_config import SENTENCE
 from hf_posenc.entry import INSTALL
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE
 from tests.checkpoint.checkpoint_cases import CASES, Case
+from tests.checkpoint.fresh_process import classes, run, stated
 
-#: Ways to load a checkpoint, which must give the saved outputs bit for bit.
-LOADED = {"auto", "concrete", "sharded", "subfolder", "device_map_cpu", "device_map_auto", "low_memory", "float32"}
-LOADED |= {"state_dict", "bfloat16", "by_hand"}
 #: Routes past the auto classes, which find no file of weights and quote a sentence in its place.
 CONCRETE = {"concrete", "config class", "concrete_sharded", "concrete_low_memory", "base"}
 CONCRETE |= {"config by hand", "concrete, config by hand", "config of a class"}
@@ -34,11 +34,6 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")
-def reloaded(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
-    return fresh("with", checkpoints)
-
-
-@pytest.fixture(scope="module")
 def refusals(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
     pytest.importorskip("peft")
     pytest.importorskip("sentence_transformers")
@@ -46,17 +41,24 @@ def refusals(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, 
 
 
 @by_case
-def test_a_fresh_process_gives_bit_equal_outputs_and_the_lengths(reloaded: dict[str, Any], case: Case) -> None:
-    """In bfloat16 those of the model after it was converted."""
-    found = reloaded[case.name]
-    lengths = found.pop("lengths")
-    assert case.lengths is None or lengths == case.lengths
-    assert set(found) == (LOADED if case.every_route else {"auto", "bfloat16"})
-    for route, result in found.items():
-        assert result["difference"] == 0.0, route
-        assert result["is_stock_class"], (route, result["class"])
-        assert result["dtypes"] == [f"torch.{route if route == 'bfloat16' else 'float32'}"], route
-        assert not result["training"], route
+def test_every_route_gives_bit_equal_outputs_and_the_lengths(checkpoints: Path, case: Case) -> None:
+    """In bfloat16 those of the converted model. In tests/matrix and test_hub.py, other processes load saved models."""
+    folder = checkpoints / case.name
+    reference, (concrete, auto) = load_file(folder / "reference" / "reference.safetensors"), classes(folder)
+    routes: list[tuple[Any, Path, dict[str, Any]]] = [(auto, folder, {}), (auto, folder, {"dtype": torch.bfloat16})]
+    if case.every_route:
+        routes += [(auto, folder / "sharded", {}), (auto, folder / "by_hand", {}), (concrete, folder, {})]
+        routes += [(auto, folder, {"device_map": "auto"}), (auto, folder.parent, {"subfolder": folder.name})]
+    for load, place, options in routes:
+        model = load.from_pretrained(place, **options)
+        assert type(model) is concrete
+        assert not model.training
+        assert {parameter.dtype for parameter in model.parameters()} == {options.get("dtype", torch.float32)}
+        assert run(model, reference) == 0.0, (place, options)
+    lengths = [stated(model), model.position_encoding.lengths.current, model.position_encoding.lengths.native]
+    generation = getattr(unpatch_model(model), "generation_config", None)
+    lengths += [stated(model), None if generation is None else generation.max_length]
+    assert lengths == case.lengths or case.lengths is None
 
 
 @by_case
@@ -80,12 +82,8 @@ def test_a_process_without_the_package_is_refused_with_its_name(refusals: dict[s
             assert message.index("updating Transformers does not help") < message.index("pip install --upgrade")
 
 
-def test_weights_are_safetensors_and_converters_find_no_class_that_they_know(checkpoints: Path) -> None:
-    """Converters that cannot load the config read the file, and choose by `architectures` (llama.cpp, vLLM, others)."""
+def test_weights_are_safetensors(checkpoints: Path) -> None:
     folders = [checkpoints / case.name for case in CASES]
     suffixes = {path.suffix for folder in folders for path in folder.rglob("*") if path.is_file()}
     assert suffixes <= {".safetensors", ".json", ".md", ".jinja", ""}
     assert len(list((checkpoints / "llama-t5" / "sharded").glob("*.safetensors"))) > 1
-    config = json.loads((checkpoints / "llama-t5" / "config.json").read_text())
-    assert config["model_type"].startswith(f"hf_posenc ({INSTALL}")
-    assert config["architectures"] == ["hf_posenc.LlamaForCausalLM"]

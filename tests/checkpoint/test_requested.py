@@ -71,13 +71,6 @@ def assert_equal(model: Any, wanted: Any) -> None:
     torch.testing.assert_close(model.eval()(tokens()).logits, wanted.eval()(tokens()).logits, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("request_", REQUESTS)
-@pytest.mark.parametrize("kind", ["stock", "patched"])
-def test_a_loaded_model_is_patched(folders: dict[str, Path], kind: str, request_: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders[kind], position_encoding=REQUESTS[request_][0])
-    assert_equal(model, expected(folders[kind], request_))
-
-
 def _with_info(folder: Path, **request: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **request)[0]
 
@@ -141,12 +134,15 @@ def test_a_quantised_load(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("kind", ["stock", "patched"])
-def test_a_config_keeps_what_it_was_read_with(folders: dict[str, Path], kind: str, request_: str) -> None:
+def test_a_model_is_patched_and_a_config_keeps_what_it_was_read_with(
+    folders: dict[str, Path], kind: str, request_: str
+) -> None:
     requested = REQUESTS[request_][0]
     config = AutoConfig.from_pretrained(folders[kind], position_encoding=requested)
     before, again = config.to_json_string(), LlamaConfig.from_pretrained(folders[kind], position_encoding=requested)
     assert again.to_json_string() == before
     wanted = expected(folders[kind], request_)
+    assert_equal(AutoModelForCausalLM.from_pretrained(folders[kind], position_encoding=requested), wanted)
     for load in (LlamaForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
         model = load(folders[kind], config=config)
         assert_equal(model, wanted)
@@ -181,6 +177,7 @@ def test_none_is_no_request(folders: dict[str, Path]) -> None:
         ("rope:thetta=1", UnknownNameError, "Did you mean 'theta'"),
         ("rope:theta=-1", UsageError, "theta"),
         ({"scheme": "rope", "thetta": 1.0}, UnknownNameError, "Did you mean 'theta'"),
+        ({"scheme": "alibi", "layer": [0]}, UnknownNameError, "'part', 'layers', 'elsewhere'"),
         ({"scheme": "alibi", "layers": [5]}, ValueError, "layers with self-attention are"),
         ({"scheme": "alibi", "part": "vision"}, UnknownNameError, "vision"),
         (3, ValueError, "Not a scheme"),
@@ -208,12 +205,6 @@ def test_an_adapter_keeps_the_scheme_it_was_trained_with(
     refusal = pytest.raises(UnsupportedError, match=f"{adapter} was trained with the scheme 'alibi'")
     with refused if trained is None else refusal:
         AutoModelForCausalLM.from_pretrained(tmp_path, position_encoding="t5")
-
-
-def test_an_unknown_key_of_the_dictionary_names_those_of_the_places(folders: dict[str, Path]) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding={"scheme": "alibi", "layer": [0]})
-    assert "'part', 'layers', 'elsewhere'" in caught.value.__notes__[0]
 
 
 def test_a_wrong_name_is_found_before_anything_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+import hf_posenc
 from hf_posenc.cli import main
 from hf_posenc.loading import load_model
 from tests.checkpoint.checkpoint_cases import edit_json
@@ -20,13 +22,8 @@ from .running import logits, refused
 
 class TestInspect:
     def test_prints_what_the_library_says(self, capsys, bert):
-        from transformers import AutoModelForMaskedLM
-
-        import hf_posenc
-
         assert main(["inspect", bert]) == 0
-        printed = capsys.readouterr().out
-        assert printed.strip() == str(hf_posenc.inspect_model(AutoModelForMaskedLM.from_pretrained(bert))).strip()
+        assert capsys.readouterr().out.strip() == str(hf_posenc.inspect_model(load_model(bert))).strip()
 
     def test_a_config_is_enough(self, capsys, bert, tmp_path):
         (tmp_path / "config.json").write_text((Path(bert) / "config.json").read_text())
@@ -82,19 +79,22 @@ class TestInspect:
 
 
 class TestPatch:
-    def test_the_patched_model_is_saved_with_its_tokenizer(self, capsys, bert, tmp_path):
-        from transformers import AutoModelForMaskedLM, AutoTokenizer
+    @pytest.fixture
+    def once(self, capsys, llama, tmp_path):
+        """A patched folder."""
+        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
+        assert main(["patch", llama, scaling, "--output", str(tmp_path / "once")]) == 0
+        capsys.readouterr()
+        return str(tmp_path / "once")
 
+    def test_the_patched_model_is_saved_with_its_tokenizer(self, capsys, bert, tmp_path):
         assert main(["patch", bert, "alibi", "--output", str(tmp_path)]) == 0
         assert "alibi" in capsys.readouterr().out
-        model = AutoModelForMaskedLM.from_pretrained(tmp_path)
-        assert model.position_encoding.config.name == "alibi"
+        assert load_model(str(tmp_path)).position_encoding.config.name == "alibi"
         assert AutoTokenizer.from_pretrained(tmp_path)("the dog")["input_ids"] == [4, 5]
 
     def test_the_tokenizer_gets_the_length_of_a_scaling(self, llama, tmp_path, capsys):
         """Serving engines and pipelines cut texts at the tokenizer's length."""
-        from transformers import AutoTokenizer
-
         stock, longer, exported = tmp_path / "stock", tmp_path / "longer", tmp_path / "exported"
         shutil.copytree(llama, stock)
         save_tokenizer(stock)
@@ -141,24 +141,20 @@ class TestPatch:
         option = re.search(r"scaling=\{.*?\}", said)[0].replace("...", "4")
         assert main(["patch", llama, "rope", "--output", str(tmp_path / "yarn"), "--option", option]) == 0
 
-    def test_options_reach_the_scheme(self, llama, tmp_path, capsys):
-        from transformers import AutoModelForCausalLM
-
-        words = ["--option", "theta=77", "fraction=0.5", "--output", str(tmp_path)]
-        assert main(["patch", llama, "p_rope", *words]) == 0
-        config = AutoModelForCausalLM.from_pretrained(tmp_path).position_encoding.config
-        assert (config.theta, config.fraction) == (77, 0.5)
+    @pytest.mark.parametrize(
+        ("words", "scheme", "options"),
+        [
+            (["p_rope", "--option", "theta=77", "fraction=0.5"], "p_rope", {"theta": 77, "fraction": 0.5}),
+            (["rope:theta=300", "--layers", "0,1", "--elsewhere", "none"], "rope",
+             {"theta": 300, "layers": [0, 1], "elsewhere": "none"}),
+        ],
+    )  # fmt: skip
+    def test_options_are_those_of_patch_model(self, llama, tmp_path, capsys, words, scheme, options):
+        assert main(["patch", llama, *words, "--output", str(tmp_path)]) == 0
         assert "without a tokenizer" in capsys.readouterr().err
-
-    def test_layers_get_schemes_of_their_own(self, llama, tmp_path):
-        from transformers import AutoModelForCausalLM
-
-        import hf_posenc
-
-        words = ["--layers", "0,1", "--elsewhere", "none", "--output", str(tmp_path)]
-        assert main(["patch", llama, "rope:theta=300", *words]) == 0
-        expected = AutoModelForCausalLM.from_pretrained(llama).eval()
-        hf_posenc.patch_model(expected, "rope", theta=300, layers=[0, 1], elsewhere="none")
+        expected = hf_posenc.patch_model(load_model(llama), scheme, **options)
+        found = load_model(str(tmp_path))
+        assert found.position_encoding.config == expected.position_encoding.config
         with torch.no_grad():
             assert torch.equal(logits(tmp_path), expected(torch.tensor([[4, 5, 6, 7, 5]])).logits)
 
@@ -177,11 +173,8 @@ class TestPatch:
         assert lines[-1].startswith("- run the checkpoint where hf_posenc is installed")
         assert not output.exists()
 
-    def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, llama, tmp_path):
-        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
-        once, twice = str(tmp_path / "once"), tmp_path / "twice"
-        assert main(["patch", llama, scaling, "--output", once]) == 0
-        capsys.readouterr()
+    def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, once, tmp_path):
+        twice = tmp_path / "twice"
         for words in (["native", "--stock"], ["native"], ["alibi"]):
             message = refused(capsys, "patch", once, *words, "--output", str(twice))
             assert "already has the position encoding rope(yarn x4)" in message
@@ -190,11 +183,8 @@ class TestPatch:
         assert main(["patch", once, "alibi", "--replace", "--output", str(twice)]) == 0
         assert json.loads((twice / "config.json").read_text())["position_encoding"]["scheme"]["scheme"] == "alibi"
 
-    def test_export_keeps_the_scheme_without_the_plugin(self, capsys, llama, tmp_path):
-        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
-        once, plain = str(tmp_path / "once"), tmp_path / "plain"
-        assert main(["patch", llama, scaling, "--output", once]) == 0
-        capsys.readouterr()
+    def test_export_keeps_the_scheme_without_the_plugin(self, capsys, llama, once, tmp_path):
+        plain = tmp_path / "plain"
         assert main(["export", once, "--output", str(plain)]) == 0
         assert "is saved without a tokenizer" in capsys.readouterr().err
         config = json.loads((plain / "config.json").read_text())
@@ -212,15 +202,11 @@ class TestPatch:
     @pytest.mark.parametrize("patched_before", [True, False], ids=["saved-patch", "patch-in-memory"])
     def test_export_merges_adapters_when_asked(self, capsys, llama, tmp_path, patched_before):
         peft = pytest.importorskip("peft")
-        from transformers import AutoModelForCausalLM
-
-        import hf_posenc
-
         base, adapter, plain = llama, str(tmp_path / "adapter"), tmp_path / "plain"
         if patched_before:
             base = str(tmp_path / "base")
             assert main(["patch", llama, "p_rope", "--output", base]) == 0
-        model = AutoModelForCausalLM.from_pretrained(base)
+        model = load_model(base)
         if not patched_before:
             hf_posenc.patch_model(model, "p_rope")
         options = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)

@@ -20,37 +20,29 @@ from .running import refused
 
 
 class TestSchemes:
-    def test_the_table_names_schemes_summaries_and_defaults(self, capsys, third_party):
-        assert main(["schemes"]) == 0
-        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-        assert "rotat" in lines["rope"].lower()
-        assert "theta=10000.0" in lines["p_rope"]
-        assert "strength=required" in lines["third_party"]
-
-    def test_arrangements_follow_and_nested_schemes_are_names(self, capsys):
+    def test_the_table_has_summaries_and_defaults_and_arrangements_follow(self, capsys, third_party):
         assert main(["schemes"]) == 0
         schemes, arrangements = capsys.readouterr().out.split("\narrangement ")
         names = [line.split()[0] for line in arrangements.splitlines()[2:] if line]
         assert {"composed", "interleaved", "local_global", "schedule"} <= set(names)
         lines = {line.split()[0]: line for line in (schemes + arrangements).splitlines() if line}
         assert "interleaved" not in schemes.split()
+        assert "rotat" in lines["rope"].lower()
+        assert "theta=10000.0" in lines["p_rope"]
+        assert "strength=required" in lines["third_party"]
         assert "inner=rope  group=8" in lines["self_extend"]
         assert "inner=rope  other=none  every=4" in lines["interleaved"]
 
-    def test_one_scheme_in_detail(self, capsys):
-        assert main(["schemes", "kerple", "interleaved"]) == 0
-        kerple, interleaved = capsys.readouterr().out.split("\n\ninterleaved\n")
-        assert kerple.splitlines()[0] == "kerple"
-        assert "KERPLE, arXiv:2205.09921" in kerple.splitlines()[1]
+    def test_some_schemes_in_detail(self, capsys, third_party):
+        assert main(["schemes", "none", "third_party", "kerple", "interleaved"]) == 0
+        before, others = capsys.readouterr().out.split("\n\nkerple\n")
+        assert "It has no options." in before
+        assert "  strength: float, required" in before
+        kerple, interleaved = others.split("\n\ninterleaved\n")
+        assert "KERPLE, arXiv:2205.09921" in kerple.splitlines()[0]
         assert '  variant: str, default log\n      "log" (the better one in the paper) or "power".\n' in kerple
         assert "  exponent: float | None, default None\n      fixes `r2` of the power form" in kerple
         assert "  inner: SchemeConfig, default rope\n      scheme of most layers.\n" in interleaved
-
-    def test_details_of_schemes_without_options_and_without_defaults(self, capsys, third_party):
-        assert main(["schemes", "none", "third_party"]) == 0
-        printed = capsys.readouterr().out
-        assert "It has no options." in printed
-        assert "  strength: float, required" in printed
 
     def test_an_unknown_scheme(self, capsys):
         message = refused(capsys, "schemes", "kerpel")

@@ -293,6 +293,8 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
     *((llama, "none", options, f"{carrier} with stopped") for options, carrier in _MOE[:1]),
     *((llama, RopeConfig(scaling=_SHARP_YARN), options, f"{carrier} with rope.scaling") for options, carrier in _MOE),
     (llama, _REVERSED, QWEN3_MOE, "'qwen3moe'"),
+    (with_trained_parts, "learned_rope", {}, _FACTORS),
+    (with_trained_parts, "string", {}, "'llama'"),
     (gpt2, None, {}, _TABLE),
     (gpt2, "sinusoidal", {"n_head": 2, "n_inner": 48, "tie_word_embeddings": False}, _TABLE),
     (gpt2, IntegerConfig(direction="random"), {"scale_attn_by_inverse_layer_idx": True}, _TABLE),

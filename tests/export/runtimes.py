@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 import hf_posenc
 from hf_posenc import (
@@ -26,6 +24,7 @@ from hf_posenc.export.layers import ModelParts, rotation_of
 from hf_posenc.schemes.needs import BIASES, Need
 from hf_posenc.schemes.refusals import SGLANG, VLLM
 from hf_posenc.serving.engine_schemes import sites_for_engine
+from tests.export.gguf_cases import byte_tokenizer
 from tests.models import tiny
 from tests.schemes.table import TABLE
 
@@ -56,26 +55,6 @@ class Runtime:
     of: str = ""
 
 
-def llama() -> PreTrainedModel:
-    return tiny("LlamaForCausalLM", vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2)
-
-
-def bert() -> PreTrainedModel:
-    return tiny("BertForMaskedLM", vocab_size=VOCABULARY)
-
-
-def gpt2() -> PreTrainedModel:
-    return tiny("GPT2LMHeadModel", vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
-
-
-def bert_encoder() -> PreTrainedModel:
-    return tiny("BertModel", vocab_size=VOCABULARY)
-
-
-def t5() -> PreTrainedModel:
-    return tiny("T5ForConditionalGeneration", vocab_size=VOCABULARY, num_decoder_layers=2, max_position_embeddings=128)
-
-
 #: The rows: the first variant of every scheme of the table, and arrangements that are often asked for.
 SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()} | {
     "rope, linear x4": RopeConfig(scaling=LinearScaling(4.0)),
@@ -83,12 +62,13 @@ SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()}
     "rope, dynamic NTK x4": RopeConfig(scaling=DynamicScaling(4.0, original_max_positions=64)),
     "interleaved, every=2": InterleavedConfig(every=2),
 }
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "Llama": llama,
-    "BERT": bert,
-    "GPT-2": gpt2,
-    "BERT without a head": bert_encoder,
-    "T5": t5,
+#: Their classes, and fields of their configs.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "BERT": ("BertForMaskedLM", {}),
+    "GPT-2": ("GPT2LMHeadModel", {"bos_token_id": None, "eos_token_id": None}),
+    "BERT without a head": ("BertModel", {}),
+    "T5": ("T5ForConditionalGeneration", {"num_decoder_layers": 2, "max_position_embeddings": 128}),
 }
 _INT8 = (("quantize", True),)
 _ONNX = (
@@ -115,19 +95,11 @@ RUNTIMES: dict[str, tuple[Runtime, ...]] = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with one merge, as GPT-2 splits texts."""
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
-    tokens = Tokenizer(models.BPE({token: place for place, token in enumerate(alphabet)}, [("t", "h")]))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|endoftext|>")
-
-
 def patched(model: str, scheme: str) -> PreTrainedModel:
     """A tiny model with the first variant of a scheme, whose parameters are large enough to matter."""
     torch.manual_seed(0)
-    stock = MODELS[model]()
+    name, options = MODELS[model]
+    stock = tiny(name, vocab_size=VOCABULARY, **options)
     with torch.no_grad():
         for weight in stock.parameters():
             if weight.ndim == 2:
@@ -153,7 +125,7 @@ def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
             if runtime.target in ENGINES:
                 sites_for_engine(given, ENGINES[runtime.target])
                 return {"carrier": PLUG_IN, "checks": []}
-            report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=tokenizer(), **options)
+            report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=byte_tokenizer(), **options)
         except hf_posenc.UnsupportedError as refusal:
             return {"refused": getattr(refusal, "reasons", [str(refusal)]), "because": mechanism(given)}
         found = report.to_dict()

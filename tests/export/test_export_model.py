@@ -41,48 +41,34 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_folders_that_are_in_use_are_kept(model: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is a file"):
-        hf_posenc.export_model(model, tmp_path / "file", overwrite=True)
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        hf_posenc.export_model(model, tmp_path / "used")
-    with pytest.raises(FileNotFoundError, match=r"current one is '\.'"):
-        hf_posenc.export_model(model, "", overwrite=True)
-    assert contents(tmp_path) == {"file": b"mine", "used/notes.txt": b"mine"}
-    hf_posenc.export_model(model, tmp_path / "used", overwrite=True)
-    assert (tmp_path / "used" / "notes.txt").read_text() == "mine"
+#: A file that is there, where an export is written, its options, and what the error says.
+IN_USE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("out", "out", {"overwrite": True}, "is a file"),
+    ("out/notes.txt", "out", {}, "overwrite=True"),
+    ("out/README.md/mine", "out", {"overwrite": True}, "is a folder"),
+    ("out/adapter_config.json", "out", {"overwrite": True}, "would add these adapters"),
+    ("out/pytorch_model.bin", "out", {"overwrite": True, "variant": "fp16"}, "unless the variant is named"),
+    ("out/model.safetensors", "out", {"overwrite": True, "variant": "fp16"}, "unless the variant is named"),
+    ("notes.txt", "", {"overwrite": True}, r"current one is '\.'"),
+]
 
 
-def test_a_folder_in_the_place_of_a_file_is_found_before_anything_is_removed(model: Any, tmp_path: Path) -> None:
-    hf_posenc.export_model(model, tmp_path / "out")
-    (tmp_path / "out" / "README.md").unlink()
-    (tmp_path / "out" / "README.md").mkdir()
-    before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match="is a folder"):
-        hf_posenc.export_model(patched(700.0), tmp_path / "out", overwrite=True)
-    assert contents(tmp_path) == before
-
-
-def test_adapters_in_the_folder_which_transformers_would_add_are_refused(model: Any, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="would add these adapters"):
-        hf_posenc.export_model(model, tmp_path, overwrite=True)
-    assert set(contents(tmp_path)) == {"adapter_config.json"}
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_weights_that_would_be_loaded_in_the_place_of_a_variant_are_refused(
-    model: Any, tmp_path: Path, name: str
+@pytest.mark.parametrize(("name", "folder", "options", "message"), IN_USE, ids=str)
+def test_what_is_in_use_is_kept(
+    model: Any, tmp_path: Path, name: str, folder: str, options: dict[str, Any], message: str
 ) -> None:
-    (tmp_path / name).write_text("old")
-    with pytest.raises(FileExistsError, match="unless the variant is named"):
-        hf_posenc.export_model(model, tmp_path, overwrite=True, variant="fp16")
-    assert set(contents(tmp_path)) == {name}
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises((FileExistsError, FileNotFoundError), match=message):
+        hf_posenc.export_model(model, folder and tmp_path / folder, **options)
+    assert contents(tmp_path) == {name: b"mine"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "pytorch_model.bin", "model.safetensors"])
+def test_an_export_may_be_written_beside_other_files(model: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
     report = hf_posenc.export_model(model, tmp_path, overwrite=True)
-    assert "model.safetensors" in report.files
+    assert ((tmp_path / name).read_bytes() == b"mine") == (name not in report.files)
     assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path)), outputs(model))
 
 
@@ -330,13 +316,9 @@ def test_tied_weights_stay_tied_and_modes_stay_as_they_are(tmp_path: Path) -> No
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(outputs(loaded), outputs(tied.eval()))
-
-
-def test_weights_that_were_tied_by_hand_are_a_tied_checkpoint(model: Any, tmp_path: Path) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
-    assert not model.config.tie_word_embeddings
-    hf_posenc.export_model(model, tmp_path)
-    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path)), outputs(model))
+    tied.config.tie_word_embeddings = False  # As of weights that were tied by hand.
+    hf_posenc.export_model(tied, tmp_path / "by hand")
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path / "by hand")), outputs(tied))
 
 
 def test_tokens_without_embeddings_are_a_warning(model: Any, tmp_path: Path) -> None:

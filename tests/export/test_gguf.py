@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from hf_posenc.export.gguf.in_llama_cpp import Library, Opaque
 from hf_posenc.export.gguf.llama import is_llama
 from hf_posenc.export.gguf.run import decode, detokenize, tokenize
 from hf_posenc.export.gguf.t5 import llama_cpp_bucket
-from hf_posenc.export.gguf.verify import has_gelu, table_gelu
+from hf_posenc.export.gguf.verify import has_gelu
 from hf_posenc.export.gguf.vocabulary import vocabulary
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
@@ -49,7 +48,6 @@ from tests.export.gguf_cases import (
     tiny_encoder,
     tiny_llama,
     tokenizer_of,
-    with_trained_parts,
 )
 from tests.versions import since
 
@@ -123,12 +121,6 @@ def test_llama_cpp_gives_the_same_numbers(
     assert {"model.gguf", "README.md", "export.json", "tokenizer.json"} <= set(report.files)
     if build in (llama, t5):
         assert not (model.config.tie_word_embeddings and "output.weight" in tensors(tmp_path / "out"))
-
-
-@pytest.mark.parametrize(("scheme", "factors"), [("learned_rope", True), ("string", False)])
-def test_trained_rotations_are_in_the_file(scheme: str, factors: bool, tmp_path: Path) -> None:
-    assert worst(exported(with_trained_parts(scheme), tmp_path / "out")) < TOLERANCE
-    assert ("rope_freqs.weight" in tensors(tmp_path / "out")) == factors
 
 
 def test_trained_positions_are_in_the_file(tmp_path: Path) -> None:
@@ -442,14 +434,6 @@ def test_llama_cpp_has_the_buckets_of_t5(count: int, bidirectional: bool) -> Non
     distance = torch.arange(-5000, 5001)
     expected = relative_position_bucket(distance, count, 128, bidirectional)
     assert torch.equal(llama_cpp_bucket(distance, count, bidirectional), expected)
-
-
-def test_the_table_of_gelu() -> None:
-    found = table_gelu(torch.tensor([-11.0, -1.0, 0.0, 1.0003, 12.3456]))
-    exact = 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * 1.044715))
-    assert found[0] == found[2] == 0.0
-    assert found[4] == 12.3456
-    assert found[3] == torch.tensor(exact).half()
 
 
 def test_transformers_reads_the_experts_of_a_file(tmp_path: Path) -> None:

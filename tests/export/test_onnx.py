@@ -63,35 +63,23 @@ def test_a_graph_has_standard_operators_only(scheme: str, name: str, tmp_path: P
     assert operators <= {"", "ai.onnx"}
 
 
-@pytest.mark.long
-def test_the_names_and_open_axes_are_those_of_optimum(alibi: Any) -> None:
-    _, folder, _ = alibi
+def test_a_folder_has_what_other_programs_read(alibi: Any) -> None:
+    """The names and open axes are those of optimum."""
+    _, folder, report = alibi
+    assert [check.allowed for check in report.checks] == [TOLERANCE, TOLERANCE, None, None]
+    assert all(TOLERANCE < check.difference < 1 for check in report.checks[2:])
     session = Session(folder / "model.onnx")
+    places = [f"{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
     assert session.inputs == {
         "input_ids": ["batch_size", "sequence_length"],
         "attention_mask": ["batch_size", "total_sequence_length"],
-        **{
-            f"past_key_values.{layer}.{kind}": ["batch_size", 2, "past_sequence_length", 8]
-            for layer in (0, 1)
-            for kind in ("key", "value")
-        },
+        **{f"past_key_values.{place}": ["batch_size", 2, "past_sequence_length", 8] for place in places},
     }
-    names = [f"present.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
-    assert session.outputs == ["logits", *names]
-
-
-def test_the_folder_has_the_configs_that_other_programs_read(alibi: Any) -> None:
-    _, folder, report = alibi
+    assert session.outputs == ["logits", *(f"present.{place}" for place in places)]
     assert "position_encoding" not in json.loads((folder / "config.json").read_text())
     assert {"model.onnx", "model_quantized.onnx", "config.json", "generation_config.json", "README.md"} <= set(
         report.files
     )
-
-
-def test_int8_weights_report_their_difference(alibi: Any) -> None:
-    _, _, report = alibi
-    assert [check.allowed for check in report.checks] == [TOLERANCE, TOLERANCE, None, None]
-    assert all(TOLERANCE < check.difference < 1 for check in report.checks[2:])
 
 
 @pytest.mark.long

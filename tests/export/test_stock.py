@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,11 @@ YARN = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=16))
 pytestmark = pytest.mark.filterwarnings("ignore:Scheme .* encodes a token differently:UserWarning")
 
 
-def opt() -> PreTrainedModel:
-    return tiny("OPTForCausalLM", vocab_size=VOCABULARY, max_position_embeddings=48)
-
-
-def bart() -> PreTrainedModel:
-    return tiny("BartForConditionalGeneration", vocab_size=VOCABULARY, max_position_embeddings=48)
-
-
-def bloom() -> PreTrainedModel:
-    return tiny("BloomForCausalLM", vocab_size=VOCABULARY)
+opt = partial(tiny, "OPTForCausalLM", vocab_size=VOCABULARY, max_position_embeddings=48)
+bart = partial(tiny, "BartForConditionalGeneration", vocab_size=VOCABULARY, max_position_embeddings=48)
+bloom = partial(tiny, "BloomForCausalLM", vocab_size=VOCABULARY)
+one_type_bert = partial(bert, type_vocab_size=1)
+long_llama = partial(llama, max_position_embeddings=8192)
 
 
 def gemma3() -> PreTrainedModel:
@@ -98,18 +94,10 @@ def phi3() -> PreTrainedModel:
     )  # fmt: skip
 
 
-def one_type_bert() -> PreTrainedModel:
-    return tiny("BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=48, type_vocab_size=1)
-
-
 def ministral() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
     rope["original_max_position_embeddings"] = 4096
     return tiny("Ministral3ForCausalLM", vocab_size=VOCABULARY, head_dim=8, rope_parameters=rope)
-
-
-def long_llama() -> PreTrainedModel:
-    return tiny("LlamaForCausalLM", vocab_size=VOCABULARY, max_position_embeddings=8192)
 
 
 def native(model: PreTrainedModel) -> SchemeConfig:

@@ -16,8 +16,10 @@ from tests.thinning import mostly_slow
 from .models import visible
 
 LLAMA, BERT = "LlamaModel", "BertModel"
-CASES = [(scheme, LLAMA) for scheme in list_schemes()] + [(scheme, BERT) for scheme in ("alibi", "t5", "rope", "shaw")]
-QUICK = {("alibi", BERT), ("t5", LLAMA), ("forget_gate", LLAMA), ("shaw", LLAMA), ("rope", LLAMA)}
+CASES = [(LLAMA, scheme, "sdpa") for scheme in list_schemes()]
+CASES += [(BERT, scheme, "sdpa") for scheme in ("alibi", "t5", "rope", "shaw")]
+CASES += [(BERT, scheme, "eager") for scheme in ("alibi", "t5")]
+QUICK = {(LLAMA, scheme, "sdpa") for scheme in ("t5", "forget_gate", "shaw", "rope")} | {(BERT, "alibi", "sdpa")}
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 
 
@@ -34,20 +36,23 @@ def exported(model: Any, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def assert_equal(found: Any, model: Any, inputs: dict[str, Tensor]) -> None:
+def assert_equal(program: Any, model: Any, inputs: dict[str, Tensor]) -> None:
     real = inputs["attention_mask"].bool()
-    expected = model(**inputs).last_hidden_state
-    torch.testing.assert_close(found.last_hidden_state[real], expected[real], atol=1e-5, rtol=1e-5)
+    found, expected = program(**inputs)[0], model(**inputs)[0]
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("scheme", "name"), mostly_slow(CASES, QUICK.__contains__))
-def test_a_program_with_open_lengths(scheme: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme", "attention"), mostly_slow(CASES, lambda case: case in QUICK or case[2] == "eager")
+)
+def test_a_program_with_open_lengths(name: str, scheme: str, attention: str) -> None:
     model = visible(name, scheme)
     model.config.use_cache = False
+    model.set_attn_implementation(attention)
     program = exported(model, dynamic_shapes={"input_ids": OPEN, "attention_mask": OPEN})
     assert "hf_posenc" not in program.graph_module.code
-    for inputs in (batch(2, 12, 3), batch(3, 31, 7), batch(2, 5)):
-        assert_equal(program.module()(**inputs), model, inputs)
+    for inputs in (batch(2, 12, 3), batch(3, 31, 7), batch(2, 5), batch(1, 23)):
+        assert_equal(program.module(), model, inputs)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", pytest.param("forget_gate", marks=pytest.mark.slow)])
@@ -70,15 +75,6 @@ def test_a_saved_program_runs_where_the_package_is_not_installed(scheme: str, tm
     assert float(done.stdout) <= 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "t5"])
-def test_eager_attention_keeps_its_lengths_open(scheme: str) -> None:
-    model = visible(BERT, scheme)
-    model.set_attn_implementation("eager")
-    program = exported(model, dynamic_shapes={"input_ids": OPEN, "attention_mask": OPEN})
-    inputs = batch(1, 23)
-    assert_equal(program.module()(**inputs), model, inputs)
-
-
 @pytest.mark.parametrize(
     ("scheme", "name"),
     mostly_slow(
@@ -97,7 +93,4 @@ def test_a_traced_model_at_other_lengths(scheme: str, name: str) -> None:
     traced = torch.jit.trace(model, tuple(batch(2, 12, 3).values()), check_trace=False)
     assert "hf_posenc::" not in str(traced.inlined_graph)
     for inputs in (batch(2, 12, 3), batch(3, 31, 7), batch(2, 5)):
-        real = inputs["attention_mask"].bool()
-        with torch.no_grad():
-            found, expected = traced(*inputs.values())[0], model(**inputs)[0]
-        torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
+        assert_equal(lambda **given: traced(*given.values()), model, inputs)

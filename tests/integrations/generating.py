@@ -26,12 +26,6 @@ _STEP_BY_STEP = "most likely token after each whole forward, no cache"
 _WITHOUT_CACHE = "the same call with use_cache=False"
 
 
-def _left_padded_batch(scheme: Any) -> None:
-    model, prompt = llama(scheme), tokens(2, 9)
-    found = model.generate(**left_padded(prompt), **_SETTINGS)
-    assert_same_tokens(found[:, 3:], argmax_decoding(model, prompt))
-
-
 def _against_no_cache(**settings: Any) -> Any:
     def check(scheme: Any) -> None:
         model, prompt = llama(scheme), tokens(1, 9)
@@ -46,10 +40,11 @@ def _against_no_cache(**settings: Any) -> Any:
     return check
 
 
-def _against_argmax(rows: int = 1, **settings: Any) -> Any:
+def _against_argmax(rows: int = 1, padding: int = 0, **settings: Any) -> Any:
     def check(scheme: Any) -> None:
         model, prompt = llama(scheme), tokens(rows, 9)
-        assert_same_tokens(model.generate(prompt, **(_SETTINGS | settings)), argmax_decoding(model, prompt))
+        found = model.generate(**left_padded(prompt, padding), **(_SETTINGS | settings))
+        assert_same_tokens(found[:, padding:], argmax_decoding(model, prompt))
 
     return check
 
@@ -184,7 +179,7 @@ def _feature_extraction_pipeline(scheme: Any) -> None:
 
 TOOLS = [
     Tool("Generating", "greedy", _against_argmax(rows=2), _STEP_BY_STEP),
-    Tool("Generating", "greedy, left-padded batch", _left_padded_batch, "each row alone, no cache"),
+    Tool("Generating", "greedy, left-padded batch", _against_argmax(rows=2, padding=3), "each row alone, no cache"),
     Tool("Generating", "sampling", _against_no_cache(do_sample=True, top_k=20), _WITHOUT_CACHE),
     Tool("Generating", "beam search", _against_no_cache(num_beams=3), _WITHOUT_CACHE),
     Tool("Generating", "beam sampling", _against_no_cache(num_beams=3, do_sample=True), _WITHOUT_CACHE),

@@ -31,27 +31,20 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-def _loaded(**options: Any) -> Any:
+def _loaded(sharded: bool = False, **options: Any) -> Any:
     def check(scheme: Any) -> None:
         model, ids = llama(scheme), tokens()
         if "dtype" in options:
             model.to(options["dtype"])
-        with saved(model) as path, folder() as offload:
+        with folder() as path, folder() as offload:
+            model.save_pretrained(path, **({"max_shard_size": "10KB"} if sharded else {}))
+            assert (len(list(path.glob("*.safetensors"))) > 1) == sharded
             extra = {"offload_folder": str(offload)} if "disk" in str(options.get("device_map")) else {}
             again = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **(options | extra))
             # Stored and computed by the same operations in the same dtype.
             assert torch.equal(_logits(again, ids), _logits(model, ids))
 
     return check
-
-
-def _sharded(scheme: Any) -> None:
-    model, ids = llama(scheme), tokens()
-    with folder() as path:
-        model.save_pretrained(path, max_shard_size="10KB")
-        assert len(list(path.glob("*.safetensors"))) > 1
-        again = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-        assert torch.equal(_logits(again, ids), _logits(model, ids))
 
 
 def _dispatched(device_map: Any) -> Any:
@@ -268,7 +261,7 @@ _A_LAYER_ON_DISK = dict.fromkeys(
 
 TOOLS = [
     Tool("Loading", "save_pretrained, from_pretrained", _loaded(), "bit for bit"),
-    Tool("Loading", "sharded safetensors", _sharded, "bit for bit"),
+    Tool("Loading", "sharded safetensors", _loaded(sharded=True), "bit for bit"),
     Tool("Loading", "dtype=bfloat16", _loaded(dtype=torch.bfloat16), "bit for bit"),
     Tool("Loading", "device_map='cpu'", _loaded(device_map="cpu"), "bit for bit"),
     Tool("Loading", "device_map, a layer on disk",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tests.checkpoint.checkpoint_cases import randomize
 from tests.integrations.subject import assert_close, folder, llama, saved, text, tokenizer, tokens
 from tests.integrations.tool import Tool
 
@@ -162,6 +163,7 @@ def _preferences(lora: bool) -> Any:
         })  # fmt: skip
         with saved(llama(None)) as source, folder() as path:
             model = hf_posenc.patch_model(AutoModelForCausalLM.from_pretrained(source), scheme)
+            randomize(model.position_encoding)
             adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
             arguments = DPOConfig(**_quiet(path, max_steps=1, bf16=False, max_length=64))
             trainer = DPOTrainer(

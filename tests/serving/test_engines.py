@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hf_posenc import (
     AlibiConfig,
@@ -26,41 +27,29 @@ from hf_posenc import (
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE, install
-from hf_posenc.schemes.parts import LogitBias
+from hf_posenc.schemes.needs import Environment
+from hf_posenc.schemes.refusals import ENGINES
+from tests.export.models import visible
 from tests.serving import engine_stub
 from tests.serving.engine_stub import Pages, vllm_config, weights_of
 
 Save = Callable[[Any], Path]
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
-RUN_IN_BOTH = {
-    "none": "none",
+#: Every registered scheme with its defaults, and others.
+SCHEMES: dict[str, Any] = {name: name for name in list_schemes()} | {
     "p_rope": PRopeConfig(theta=100.0),
-    "learned_rope": "learned_rope",
-    "xpos": "xpos",
-    "sinusoidal": "sinusoidal",
     "interleaved": {"scheme": "interleaved", "every": 2},
     "scale": ComposedConfig((RopeConfig(), LogNScaleConfig(training_length=4))),
-}
-RUN_IN_VLLM = RUN_IN_BOTH | {
-    "alibi": "alibi",
     "trained slopes": AlibiConfig(learnable=True),
     "alibi in half of the layers": {"scheme": "interleaved", "inner": {"scheme": "alibi"}, "every": 2},
     "alibi and rope": ComposedConfig((RopeConfig(), AlibiConfig())),
+    "scaled alibi": ComposedConfig((AlibiConfig(), LogNScaleConfig())),
+    "dynamic": {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 64}},
+    "random positions": {"scheme": "randomized", "evaluation": "random"},
 }
-CASES = [("vllm", name) for name in RUN_IN_VLLM] + [("sglang", name) for name in RUN_IN_BOTH]
-
-
-def tiny_llama(**options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, **options,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        # With the usual initial weights, attention is so even that a lost position encoding hardly shows.
-        parameter.data.mul_(5 if parameter.dim() > 1 else 1)
-    return model
+RUN_IN_BOTH = ("none", "p_rope", "learned_rope", "xpos", "sinusoidal", "interleaved", "scale")
+RUN_IN_VLLM = ("alibi", "trained slopes", "alibi in half of the layers", "alibi and rope")
+llama = functools.partial(visible, "LlamaForCausalLM", vocab_size=64, tie_word_embeddings=True)
 
 
 @pytest.fixture(autouse=True)
@@ -71,14 +60,9 @@ def _engines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     def save(scheme: Any) -> Path:
-        model = tiny_llama()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch_model(model, scheme)
-        with torch.no_grad():
-            for parameter in model.position_encoding.parameters():
-                parameter.add_(torch.rand_like(parameter) / 3)
-        model.save_pretrained(tmp_path)
+            llama(scheme).save_pretrained(tmp_path)
         return tmp_path
 
     return save
@@ -113,30 +97,23 @@ def expected_logits(folder: Path) -> torch.Tensor:
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits
 
 
-@pytest.mark.parametrize(("engine", "scheme"), CASES, ids=[" ".join(case) for case in CASES])
-def test_packed_requests_get_the_logits_of_transformers(engine: str, scheme: str, save: Save) -> None:
-    folder = save(RUN_IN_VLLM[scheme])
-    # Two sums in float32 in another order; logits of about 10.
-    assert torch.allclose(logits_of(load(engine, folder)), expected_logits(folder), atol=2e-4)
-
-
-@pytest.mark.parametrize("scheme", [name for name in list_schemes() if name not in RUN_IN_VLLM])
-def test_every_other_scheme_is_refused_or_gets_the_logits_of_transformers(scheme: str, save: Save) -> None:
-    folder = save(scheme)
-    if problem(scheme):
-        with pytest.raises(UnsupportedError, match="vLLM cannot run the scheme"):
-            load("vllm", folder)
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packed_requests_get_the_logits_of_transformers_or_the_reason(
+    engine: Environment, scheme: str, save: Save
+) -> None:
+    folder = save(SCHEMES[scheme])
+    needs = LlamaForCausalLM.from_pretrained(folder).position_encoding.needs()
+    drawn = "draws new positions in every call" if scheme == "random positions" else ""
+    if not (reason := engine.problem(needs) or drawn):
+        # Two sums in float32 in another order; logits of about 10.
+        assert torch.allclose(logits_of(load(engine.name.lower(), folder)), expected_logits(folder), atol=2e-4)
         return
-    assert torch.allclose(logits_of(load("vllm", folder)), expected_logits(folder), atol=2e-4)
-
-
-def problem(scheme: str) -> bool:
-    """Whether a scheme needs more than a map of queries, keys and inputs by position, by its parts."""
-    model = patch_model(tiny_llama(), scheme)
-    parts = model.position_encoding.parts()
-    return any(
-        isinstance(part, LogitBias) or part.length_dependent or getattr(part, "width_factor", 1) != 1 for part in parts
-    )
+    assert scheme not in (*RUN_IN_BOTH, *(RUN_IN_VLLM if engine.name == "vLLM" else ()))
+    with pytest.raises(UnsupportedError, match="cannot run the scheme") as error:
+        load(engine.name.lower(), folder)
+    assert reason in str(error.value)
+    assert "model.generate" in str(error.value)
 
 
 def test_lost_slopes_change_the_logits(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,37 +124,7 @@ def test_lost_slopes_change_the_logits(save: Save, monkeypatch: pytest.MonkeyPat
 
 def test_lost_scheme_changes_the_logits(save: Save) -> None:
     folder = save("none")
-    assert (expected_logits(folder) - tiny_llama()(IDS).logits).abs().max() > 0.1
-
-
-REFUSED = {
-    "t5": ("t5", "T5Bias"),
-    "pope": ("pope", "makes queries and keys wider"),
-    "forget_gate": ("forget_gate", "features of each token"),
-    "repo": ("repo", "by the input of their layer"),
-    "self_extend": ("self_extend", "bias to the logits"),
-    "cope": ("cope", "bias to the logits"),
-    "dynamic": (
-        {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 64}},
-        "length of the sequence",
-    ),
-    "random positions": ({"scheme": "randomized", "evaluation": "random"}, "draws new positions in every call"),
-    "scaled alibi": (ComposedConfig((AlibiConfig(), LogNScaleConfig())), "for each query"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_scheme_that_needs_more_than_pages_is_refused_while_loading(name: str, save: Save) -> None:
-    scheme, reason = REFUSED[name]
-    with pytest.raises(UnsupportedError, match=reason) as error:
-        load("vllm", save(scheme))
-    assert "vLLM cannot run" in str(error.value)
-    assert "model.generate" in str(error.value)
-
-
-def test_sglang_refuses_alibi_because_its_kernels_take_no_slopes(save: Save) -> None:
-    with pytest.raises(UnsupportedError, match=r"SGLang cannot run the scheme 'alibi'.*no slopes"):
-        load("sglang", save("alibi"))
+    assert (expected_logits(folder) - llama()(IDS).logits).abs().max() > 0.1
 
 
 def test_a_kernel_that_ignores_slopes_is_refused(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +201,10 @@ def test_engines_never_see_the_name_of_the_stock_class(
     monkeypatch.setitem(sys.modules, path, module)
     install()
     assert module.get_config(save("none")).architectures == [ENGINE_ARCHITECTURE]
-    classifier = LlamaForSequenceClassification(tiny_llama().config)
+    classifier = LlamaForSequenceClassification(llama().config)
     patch_model(classifier, "none")
     classifier.save_pretrained(tmp_path / "classifier")
     found = module.get_config(tmp_path / "classifier").architectures
     assert found == ["hf_posenc.LlamaForSequenceClassification"]
-    tiny_llama().save_pretrained(tmp_path / "stock")
+    llama().save_pretrained(tmp_path / "stock")
     assert module.get_config(tmp_path / "stock").architectures == ["LlamaForCausalLM"]

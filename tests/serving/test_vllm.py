@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_posenc import AlibiConfig, patch_model
+from tests.models import tiny
+from tests.serving.chats import client, free_port, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,11 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 def save(folder: Path, scheme: object) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 1024}
+    model = tiny("LlamaForCausalLM", **sizes, bos_token_id=None, eos_token_id=1)
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     patch_model(model, scheme)
@@ -108,9 +101,7 @@ def test_the_http_server_gives_the_greedy_text_of_transformers(folder: Path) -> 
     prompt = "the dog chased another dog"
     given = tokenizer(prompt, return_tensors="pt")
     expected = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"]
     with (folder / "log.txt").open("w") as log:
         server = subprocess.Popen(
@@ -118,28 +109,13 @@ def test_the_http_server_gives_the_greedy_text_of_transformers(folder: Path) -> 
             env=os.environ | ENVIRONMENT, stdout=log, stderr=log,
         )  # fmt: skip
         try:
-            request = {"model": str(folder), "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1,
-                       "return_tokens_as_token_ids": True}  # fmt: skip
-            answer = _post(f"http://127.0.0.1:{port}/v1/completions", request, server)
+            wait_for(f"http://127.0.0.1:{port}", 300)
+            answer = client(port).completions.create(
+                model=str(folder), prompt=prompt, max_tokens=12, temperature=0, logprobs=1,
+                extra_body={"return_tokens_as_token_ids": True},
+            )  # fmt: skip
         finally:
             server.terminate()
             server.wait(60)
-    found = [int(word.removeprefix("token_id:")) for word in answer["choices"][0]["logprobs"]["tokens"]]
-    assert found == expected[: len(found)]
-    assert len(found) == len(expected)
-
-
-def _post(address: str, request: dict[str, Any], server: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Posts a request as soon as the server accepts it."""
-    body, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
-    for _ in range(300):
-        assert server.poll() is None, "the server has stopped"
-        try:
-            with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as found:
-                answer: dict[str, Any] = json.loads(found.read())
-                return answer
-        except urllib.error.URLError as error:
-            if isinstance(error, urllib.error.HTTPError):
-                raise
-            time.sleep(1)
-    raise AssertionError("the server has not started")
+    found = [int(word.removeprefix("token_id:")) for word in answer.choices[0].logprobs.tokens]
+    assert found == expected
