@@ -24,6 +24,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -140,11 +141,13 @@ MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
 #: methods has inherited a statement about another one, so it gets the neutral value unless it makes its own.
 _STATEMENTS = {
     **dict.fromkeys(("separable", "rotates_heads", "other_heads", "zero_below", "factor_of_all"), ("forward",)),
-    **dict.fromkeys(("reads_content", "reads_later_keys"), ("forward",)),
+    **dict.fromkeys(("reads_content", "reads_later_keys", "whole_heads"), ("forward",)),
     **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
     "angles_of_own_token": ("rotated", "angles", "places"),
     "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
 }
+#: All of these methods.
+_METHODS = frozenset(itertools.chain(MAP_METHODS, *_STATEMENTS.values()))
 
 
 def overrides(kind: type, method: str, statement: str) -> bool:
@@ -155,6 +158,10 @@ def overrides(kind: type, method: str, statement: str) -> bool:
     stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
     names = getattr(getattr(stated, "__code__", None), "co_names", ())
     return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in names
+
+
+def _copy_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **options: method(*arguments, **options)
 
 
 class Part(nn.Module):
@@ -185,10 +192,25 @@ class Part(nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        cls._withdraw_statements()
+
+    @classmethod
+    def _withdraw_statements(cls) -> None:
+        """Gives the statements about methods that the class overrides their neutral values."""
         for statement, methods in _STATEMENTS.items():
             makers = [vars(one)[statement] for one in cls.__mro__ if statement in vars(one)]
             if makers and any(overrides(cls, method, statement) for method in methods):
                 setattr(cls, statement, makers[-1])
+
+    def check_statements(self) -> None:
+        """Withdraws statements about methods that were set after the class was made, on the class or on this part."""
+        kind = type(self)
+        own = [name for name in _METHODS.intersection(vars(self)) if callable(getattr(kind, name, None))]
+        if own:
+            # Some statements are properties, which only a class can replace. It overrides the methods with copies.
+            self.__class__ = type(kind.__name__, (kind,), {name: _copy_of(getattr(kind, name)) for name in own})
+        else:
+            kind._withdraw_statements()
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.
@@ -241,9 +263,13 @@ class QueryKeyMap(Part):
     #: Whether it is a `RotaryMap` that its frequencies and its factor describe.
     turns_by_frequencies = False
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if ("map_query" in vars(cls)) != ("map_key" in vars(cls)) and "symmetric" not in vars(cls):
+    @classmethod
+    def _withdraw_statements(cls) -> None:
+        super()._withdraw_statements()
+        # A class that overrides one of the two maps treats queries and keys differently.
+        names = ("map_query", "map_key", "symmetric")
+        query, key, stated = (next(i for i, one in enumerate(cls.__mro__) if name in vars(one)) for name in names)
+        if query != key and min(query, key) < stated:
             cls.symmetric = False
 
     def fix_weights(self) -> None:
@@ -301,8 +327,9 @@ class DistanceBias(LogitBias):
     #: Whether `slopes_behind` is about its `forward`, and not about that of a base class.
     states_slopes = True
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
+    @classmethod
+    def _withdraw_statements(cls) -> None:
+        super()._withdraw_statements()
         cls.states_slopes = not overrides(cls, "forward", "slopes_behind")
 
     def forward(self, distance: Tensor) -> Tensor:

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import RopeConfig, SchemeConfig, SchemeParts, as_scheme, get_scheme, option
+from hf_posenc import DistanceBias, RopeConfig, SchemeConfig, SchemeParts, as_scheme, get_scheme, option
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import DynamicScaling, registry
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
+from hf_posenc.schemes.bias.cope import CopeBias
 from hf_posenc.schemes.config import BuildContext, OuterConfig
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.position_maps.affine import AffineMap
@@ -28,14 +31,20 @@ from hf_posenc.schemes.scale.constant import ConstantScale
 from tests.matrix.running import distance, patched, tokens
 
 
-def without(kind: type, method: str) -> type:
-    """A subclass whose `method` does nothing; "maps" are those of queries and of keys."""
+def nothing(kind: type, method: str) -> dict[str, Callable[..., Any]]:
+    """A `method` that does nothing, by name; "maps" are those of queries and of keys."""
     does: dict[str, Callable[..., Any]] = {
         "maps": lambda self, heads, phases: heads,
         "rotated": lambda self, pairs: (pairs.query, pairs.key),
     }
     override = does.get(method, lambda self, *given: 0 * getattr(kind, method)(self, *given))
-    return type("Own", (kind,), dict.fromkeys(("map_query", "map_key") if method == "maps" else (method,), override))
+    return dict.fromkeys(("map_query", "map_key") if method == "maps" else (method,), override)
+
+
+def without(kind: type, method: str, inherited: bool = False) -> type:
+    """A subclass whose `method` does nothing, as its own or as that of another base class."""
+    override = nothing(kind, method)
+    return type("Own", (type("Mixin", (), override), kind), {}) if inherited else type("Own", (kind,), override)
 
 
 class OwnConfig(OuterConfig):
@@ -45,10 +54,18 @@ class OwnConfig(OuterConfig):
 
     inner: SchemeConfig = option(RopeConfig, nested_scheme)
     method: str = "forward"
+    place: str = "class"
 
     def build(self, context: BuildContext) -> SchemeParts:
         (part,) = parts = self.inner.build(context)
-        part.__class__ = without(type(part), self.method)
+        kind: Any = type(part)
+        if self.place in ("class", "mixin"):
+            part.__class__ = without(kind, self.method, self.place == "mixin")
+        elif self.place == "made class":
+            part.__class__ = made = type("Own", (kind,), {})
+            made.forward = nothing(kind, "forward")["forward"]  # type: ignore[attr-defined]
+        else:
+            part.forward = MethodType(nothing(kind, "forward")["forward"], part)
         return parts
 
 
@@ -75,6 +92,7 @@ ROWS: list[tuple[Any, Any]] = [
     (as_scheme([OwnConfig("alibi"), "forget_gate"]), "forget_gate"),
     (as_scheme([OwnConfig(GATES), "forget_gate"]), "forget_gate"),
     (as_scheme([OwnConfig("repo"), "alibi"]), "alibi"),
+    *((OwnConfig("forget_gate", place=place), "none") for place in ("mixin", "made class", "part")),
     *((OwnConfig(inner, "rotated"), "none") for inner in ("repo", "grape_m", "selective_rope")),
     *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
     *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
@@ -123,8 +141,44 @@ def test_statements_are_about_the_method_they_were_made_for() -> None:
         assert without(kind, "forward").other_heads is PairwiseBias.other_heads
     assert without(ConstantScale, "forward")(2.0).factor_of_all is None
     assert without(AffineMap, "renumber")().last_position(3) is None
+    assert not without(CopeBias, "key_features").whole_heads
+    assert without(CopeBias, "forward").whole_heads
     assert without(RotaryMap, "maps").symmetric
     assert not without(RotaryMap, "map_key").symmetric
+    assert not without(RotaryMap, "map_key", inherited=True).symmetric
+
+
+@pytest.mark.parametrize("name", ["alibi", "log_cpb", "sinusoidal", "t5", "shaw", "tupe"])
+def test_a_part_class_is_built_or_refused(name: str) -> None:
+    class Zero(DistanceBias):
+        def __init__(self, config: Any, context: BuildContext) -> None:
+            super().__init__()
+
+        def forward(self, distance: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(4, *distance.shape)
+
+    scheme = own(name, "part_class", Zero)()
+    if name in ("shaw", "tupe"):
+        with pytest.raises(TypeError, match=r"part_class is Zero, but Own.build .* Define `build` as well"):
+            patched("llama_gqa", scheme)
+    else:
+        assert isinstance(patched("llama_gqa", scheme).position_encoding.stacks["model"].layers[0].logit_bias, Zero)
+
+
+def test_a_causal_scheme_with_its_own_build_is_refused_in_an_encoder() -> None:
+    kind: Any = own("rope", "causal_only", "It sees the past only.")  # type: ignore[arg-type]
+    kind.build = lambda self, context: SchemeParts()
+    with pytest.raises(UnsupportedError, match=r"It sees the past only\."):
+        patched("bert", kind())
+
+
+def test_a_subclass_needs_its_own_name() -> None:
+    class Unnamed(RopeConfig):
+        pass
+
+    for scheme in (Unnamed(), Unnamed, ["alibi", Unnamed()]):
+        with pytest.raises(ValueError, match=r"'rope' already belongs to .*\.RopeConfig\. Give Unnamed another name"):
+            as_scheme(scheme)
 
 
 def test_a_rotation_in_a_basis_takes_frequencies_only() -> None:

@@ -23,7 +23,7 @@ from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreeme
 from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts, walk
 from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
@@ -221,6 +221,10 @@ class StackEncoding(nn.Module):
             children = config.children().items()
             parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
         else:
+            # A `build` of its own need not read it.
+            for reason in (one.causal_only for one in walk(config)):
+                if reason and not context.causal:
+                    raise UnsupportedError(reason)
             with contextlib.nullcontext() if self._device is None else self._device:
                 parts = config.build(context)
                 check_parts(config, parts)
