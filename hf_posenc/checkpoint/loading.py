@@ -437,7 +437,8 @@ def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     if not isinstance(requested, Mapping) or "scheme" not in requested:
         return requested, {}
     scheme = requested["scheme"]
-    if not isinstance(scheme, str) and requested.keys() <= {"scheme", *_PLACES}:
+    with_options = not isinstance(scheme, str) or ":" in scheme
+    if with_options and requested.keys() <= {"scheme", *_PLACES}:
         return scheme, {name: value for name, value in requested.items() if name != "scheme"}
     options = {field.name for field in dataclasses.fields(get_scheme(scheme))} if isinstance(scheme, str) else set()
     places = {name: requested[name] for name in _PLACES if name in requested and name not in options}
