@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -15,7 +16,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import DistanceBias, RopeConfig, SchemeConfig, SchemeParts, as_scheme, get_scheme, option
+from hf_posenc import (
+    DistanceBias,
+    RopeConfig,
+    SchemeConfig,
+    SchemeParts,
+    as_scheme,
+    get_scheme,
+    load_position_adapter,
+    option,
+    patch_model,
+    save_position_adapter,
+)
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import DynamicScaling, registry
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
@@ -146,6 +158,51 @@ def test_statements_are_about_the_method_they_were_made_for() -> None:
     assert without(RotaryMap, "maps").symmetric
     assert not without(RotaryMap, "map_key").symmetric
     assert not without(RotaryMap, "map_key", inherited=True).symmetric
+
+
+class Steps(DistanceBias):
+    """A penalty on distance whose slopes are a buffer that is saved, and one that is not."""
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        super().__init__()
+        self.register_buffer("saved", torch.zeros(context.num_heads))
+        self.register_buffer("computed", torch.arange(1.0, 1 + context.num_heads), persistent=False)
+
+    def forward(self, distance: torch.Tensor) -> torch.Tensor:
+        return -torch.einsum("h,...->h...", (self.saved + self.computed).float(), distance.abs().float())
+
+
+OwnBuffers = own("alibi", "part_class", Steps)
+OWN[OwnBuffers.name] = OwnBuffers
+
+
+@pytest.mark.parametrize("way", ["folder", "meta device", "scheme alone", "name", "other order"])
+def test_buffers_of_an_own_part_are_kept(way: str, tmp_path: Path) -> None:
+    patched("llama_gqa", None).save_pretrained(tmp_path / "stock")
+    stock = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "stock")
+    model = patch_model(stock(), OwnBuffers())
+    layers = model.position_encoding.stacks["model"].layers
+    layers[0].logit_bias.saved.fill_(2.0)
+    expected = logits(model)
+    assert distance(logits(patch_model(stock(), OwnBuffers())), expected) > 1e-2
+    if way == "folder":
+        model.save_pretrained(tmp_path / "patched")
+        made = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    elif way == "meta device":
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(model.config)
+        made.load_state_dict(model.state_dict(), assign=True)
+        made.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq
+    elif way == "scheme alone":
+        save_position_adapter(model, tmp_path / "scheme")
+        made = load_position_adapter(stock(), tmp_path / "scheme")
+    elif way == "name":
+        made = AutoModelForCausalLM.from_pretrained(model.config._name_or_path)
+    else:
+        model.model.layers = made_layers = torch.nn.ModuleList(reversed(model.model.layers))
+        made = patch_model(model, OwnBuffers())
+        made.model.layers = torch.nn.ModuleList(reversed(made_layers))
+    torch.testing.assert_close(logits(made.eval()), expected)
 
 
 @pytest.mark.parametrize("name", ["alibi", "log_cpb", "sinusoidal", "t5", "shaw", "tupe"])

@@ -329,6 +329,12 @@ class PositionEncoding(AddedModule):
         """The longest sequence that the scheme can encode in some stacks, by default all, and that it was made for."""
         return shortest(part.length_reach for part in self.parts(stacks))
 
+    def weights(self) -> dict[str, Tensor]:
+        """What is saved of the scheme: its parameters, and the persistent buffers of own parts, by name."""
+        computed = {id(buffer) for _, _, buffer in computed_buffers(self)}
+        buffers = {name: buffer for name, buffer in self.named_buffers() if id(buffer) not in computed}
+        return dict(self.named_parameters()) | buffers
+
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""
         return repr(self.config)
@@ -390,6 +396,12 @@ def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
     return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)
+
+
+def computed_buffers(encoding: PositionEncoding) -> list[tuple[nn.Module, str, Tensor]]:
+    """The buffers of own parts that are computed and not saved: the module of each, its name, and its values."""
+    places = ((module, name) for module in encoding.modules() for name in module._non_persistent_buffers_set)
+    return [(module, name, buffer) for module, name in places if (buffer := module._buffers[name]) is not None]
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -27,6 +27,7 @@ from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     StackEncoding,
     build_encoding,
+    computed_buffers,
     current_encoding,
     encodings,
     is_length_dependent,
@@ -126,9 +127,14 @@ class Transaction:
         encoding = build_encoding(config, stacks, kept=kept)
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
-        encoding.to(device=anatomy.device, dtype=None if reference is None else reference.dtype)
+        encoding.to(dtype=None if reference is None else reference.dtype)
+        computed = computed_buffers(encoding)
+        encoding.to(device=anatomy.device)
         for stack in stacks:
             encoding.stacks[stack.name].follow_layers(stack)
+        if anatomy.device.type == "meta":  # No checkpoint has their values.
+            for module, name, buffer in computed:
+                module._buffers[name] = buffer
         for name, placed in moved.items():
             placed.copy_parameters(encoding.stacks[name], found[name])
         return encoding
