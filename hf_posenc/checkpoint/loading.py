@@ -334,8 +334,8 @@ class _Built:
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:
+        from hf_posenc.patching.anatomy.weights import computed_buffers
         from hf_posenc.patching.place.config_entry import native_lengths, stated_lengths, write_lengths
-        from hf_posenc.patching.place.encoding import computed_buffers
 
         self.entry_format = entry_format
         self.buffers = computed_buffers(model.position_encoding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
@@ -21,7 +22,7 @@ from hf_posenc.schemes.parts import (
     QueryKeyMap,
     SchemeParts,
 )
-from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json
+from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json, shown
 
 ConfigType = TypeVar("ConfigType")
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -297,6 +298,34 @@ def walk(config: SchemeConfig) -> Iterator[SchemeConfig]:
     yield config
     for child in config.children().values():
         yield from walk(child)
+
+
+def check_savable(config: SchemeConfig) -> None:
+    """Refuses a config with an option that a saved model could not give back. Own configs may check nothing themselves.
+
+    Raises:
+        ValueError: naming the option and what is expected.
+    """
+    for nested in walk(config):
+        for field in dataclasses.fields(nested):
+            value, owner = getattr(nested, field.name), type(nested).__name__
+            if not _is_savable(value):
+                raise ValueError(
+                    f"{owner}.{field.name} is {shown(value)}, which could not be saved with a model. Options are "
+                    "finite numbers (not those of numpy or torch), texts, True, False, None, schemes, and tuples of "
+                    "these."
+                )
+            check_declared(as_declared(value, field), field, owner)
+
+
+def _is_savable(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_savable, value))
+    return (
+        value is None
+        or isinstance(value, SchemeConfig | SubConfig | str | int)
+        or (isinstance(value, float) and math.isfinite(value))
+    )
 
 
 def names_native(config: SchemeConfig) -> bool:

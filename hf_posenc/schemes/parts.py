@@ -24,7 +24,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
+from hf_posenc.schemes.statements import overrides, symmetric_by_methods, with_own_methods, withdraw_statements
 
 
 class DeviceConstant:
@@ -135,35 +135,6 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
-#: The methods of a map of queries and keys.
-MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
-#: What a part states about its methods, for faster ways to compute the same. A class that overrides one of these
-#: methods has inherited a statement about another one, so it gets the neutral value unless it makes its own.
-_STATEMENTS = {
-    **dict.fromkeys(("separable", "rotates_heads", "other_heads", "zero_below", "factor_of_all"), ("forward",)),
-    **dict.fromkeys(("reads_content", "reads_later_keys", "whole_heads"), ("forward",)),
-    **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
-    "angles_of_own_token": ("rotated", "angles", "places"),
-    "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
-}
-#: All of these methods.
-_METHODS = frozenset(itertools.chain(MAP_METHODS, *_STATEMENTS.values()))
-
-
-def overrides(kind: type, method: str, statement: str) -> bool:
-    """Whether a class has another method than the class that it has `statement` from.
-
-    A statement of a class in which the method is abstract is about the methods of all subclasses.
-    """
-    stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
-    names = getattr(getattr(stated, "__code__", None), "co_names", ())
-    return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in names
-
-
-def _copy_of(method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: method(*arguments, **options)
-
-
 class Part(nn.Module):
     """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
 
@@ -196,21 +167,14 @@ class Part(nn.Module):
 
     @classmethod
     def _withdraw_statements(cls) -> None:
-        """Gives the statements about methods that the class overrides their neutral values."""
-        for statement, methods in _STATEMENTS.items():
-            makers = [vars(one)[statement] for one in cls.__mro__ if statement in vars(one)]
-            if makers and any(overrides(cls, method, statement) for method in methods):
-                setattr(cls, statement, makers[-1])
+        withdraw_statements(cls)
 
     def check_statements(self) -> None:
         """Withdraws statements about methods that were set after the class was made, on the class or on this part."""
-        kind = type(self)
-        own = [name for name in _METHODS.intersection(vars(self)) if callable(getattr(kind, name, None))]
-        if own:
-            # Some statements are properties, which only a class can replace. It overrides the methods with copies.
-            self.__class__ = type(kind.__name__, (kind,), {name: _copy_of(getattr(kind, name)) for name in own})
+        if (kind := with_own_methods(self)) is not None:
+            self.__class__ = kind
         else:
-            kind._withdraw_statements()
+            self._withdraw_statements()
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.
@@ -266,10 +230,7 @@ class QueryKeyMap(Part):
     @classmethod
     def _withdraw_statements(cls) -> None:
         super()._withdraw_statements()
-        # A class that overrides one of the two maps treats queries and keys differently.
-        names = ("map_query", "map_key", "symmetric")
-        query, key, stated = (next(i for i, one in enumerate(cls.__mro__) if name in vars(one)) for name in names)
-        if query != key and min(query, key) < stated:
+        if not symmetric_by_methods(cls):
             cls.symmetric = False
 
     def fix_weights(self) -> None:

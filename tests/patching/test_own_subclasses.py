@@ -5,6 +5,8 @@ Every override here does nothing, so the model has to be that of a scheme withou
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -40,6 +43,7 @@ from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import CayleyMap
 from hf_posenc.schemes.scale.constant import ConstantScale
+from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, patched, tokens
 
 
@@ -227,6 +231,41 @@ def test_a_causal_scheme_with_its_own_build_is_refused_in_an_encoder() -> None:
     kind.build = lambda self, context: SchemeParts()
     with pytest.raises(UnsupportedError, match=r"It sees the past only\."):
         patched("bert", kind())
+
+
+@pytest.mark.parametrize(
+    ("option_", "message"),
+    [
+        *((value, "which could not be saved") for value in ([1.0], {"a": 1}, {1.0}, math.inf, torch.float32)),
+        *((value, "which could not be saved") for value in (np.float32(2), np.int64(2), (torch.ones(()),))),
+        (1.0, "expected an integer"),
+    ],
+    ids=str,
+)
+def test_an_option_that_could_not_be_saved_is_refused_by_a_patch(option_: Any, message: str) -> None:
+    @dataclass(frozen=True)
+    class Plain(RopeConfig):
+        name: ClassVar[str] = "plain"
+        own: int = 1
+
+    for scheme in (Plain(own=option_), [Plain(own=option_), "alibi"]):
+        with pytest.raises(ValueError, match=rf"^Plain\.own is .*{message}"):
+            patch_model(ARCHITECTURES["llama_gqa"].build(), scheme)
+
+
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [("ssmax", "(batch or 1, heads or 1, length)"), ("fire", "(batch or 1, heads, query_len, key_len)")],
+)
+def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
+    model = patched("llama_gqa", ["rope", part])
+    layer = model.position_encoding.stacks["model"].layers[0]
+    one = layer.logit_scale if part == "ssmax" else layer.logit_bias
+    kind = type(one)
+    one.__class__ = type("Own", (kind,), {"forward": lambda self, given: kind.forward(self, given)[0]})
+    # As many rows and tokens as heads, which torch would broadcast.
+    with pytest.raises(ValueError, match=rf"^Own returned the shape \(.*; expected {re.escape(shape)}\.$"):
+        model(tokens(4, 4))
 
 
 def test_a_subclass_needs_its_own_name() -> None:

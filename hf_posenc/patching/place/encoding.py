@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, Stack, build_context, with_layout
-from hf_posenc.patching.anatomy.weights import execution_device
+from hf_posenc.patching.anatomy.weights import computed_buffers, execution_device
 from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.place.cross_layers import cross_parts
@@ -221,10 +221,9 @@ class StackEncoding(nn.Module):
             children = config.children().items()
             parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
         else:
-            # A `build` of its own need not read it.
-            for reason in (one.causal_only for one in walk(config)):
-                if reason and not context.causal:
-                    raise UnsupportedError(reason)
+            reasons = [one.causal_only for one in walk(config) if one.causal_only]  # Not every `build` reads it.
+            if reasons and not context.causal:
+                raise UnsupportedError(reasons[0])
             with contextlib.nullcontext() if self._device is None else self._device:
                 parts = config.build(context)
                 check_parts(config, parts)
@@ -254,8 +253,7 @@ class StackEncoding(nn.Module):
         """Moves every part to the device of the first layer that uses it."""
         for attention, layer in reversed(list(zip(stack.attentions, self.layers, strict=True))):
             for part in layer.parts:
-                if next(part.parameters(), None) is not None:
-                    part.to(execution_device(attention.module))
+                part.to(execution_device(attention.module))
         for path, layer in self.cross.items():
             for part in layer.parts:
                 part.to(execution_device(stack.module.get_submodule(path)))
@@ -332,8 +330,8 @@ class PositionEncoding(AddedModule):
     def weights(self) -> dict[str, Tensor]:
         """What is saved of the scheme: its parameters, and the persistent buffers of own parts, by name."""
         computed = {id(buffer) for _, _, buffer in computed_buffers(self)}
-        buffers = {name: buffer for name, buffer in self.named_buffers() if id(buffer) not in computed}
-        return dict(self.named_parameters()) | buffers
+        weights = (*self.named_parameters(), *self.named_buffers())
+        return {name: weight for name, weight in weights if id(weight) not in computed}
 
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""
@@ -396,12 +394,6 @@ def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
     return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)
-
-
-def computed_buffers(encoding: PositionEncoding) -> list[tuple[nn.Module, str, Tensor]]:
-    """The buffers of own parts that are computed and not saved: the module of each, its name, and its values."""
-    places = ((module, name) for module in encoding.modules() for name in module._non_persistent_buffers_set)
-    return [(module, name, buffer) for module, name in places if (buffer := module._buffers[name]) is not None]
 
 
 def parameter_count(module: nn.Module) -> int:
