@@ -58,7 +58,7 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     entry = disk.get(ATTRIBUTE)
     config = entry.get("adapter") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        found = f"an {ATTRIBUTE!r} entry without the config of the adapter"
+        found = f"a {ATTRIBUTE!r} entry without the config of the adapter"
         raise damaged(Path(source).parent, found, file=ADAPTER_CONFIG)
     check_format(entry, FORMAT, Path(source).parent, ADAPTER_CONFIG)
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}

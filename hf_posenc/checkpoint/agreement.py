@@ -178,16 +178,16 @@ def check_scheme_fits(
         return  # A third-party scheme may need real tensors to be built. Its weights are checked after loading.
     if stored is None:
         return
-    for name, parameter in encoding.named_parameters():
+    for name, parameter in encoding.weights().items():
         needed, found = tuple(parameter.shape), stored.get(name)
-        if found is not None and found.shape == needed and found.floating:
+        if found is not None and found.shape == needed and found.floating == parameter.is_floating_point():
             continue
         if found is None:
             problem = "its weights have no such tensor, so it would run with random weights"
         elif found.shape != needed:
             problem = f"in {found.file} it has the shape {list(found.shape)}"
         else:
-            problem = f"in {found.file} it is an integer tensor"
+            problem = f"in {found.file} it is {'a floating-point' if found.floating else 'an integer'} tensor"
         options = {key: value for key, value in config.to_dict().items() if key != "scheme"}
         raise CheckpointError(
             f"The config with which {source} is loaded has the scheme {config.name!r} with the options "
@@ -223,7 +223,7 @@ def check_loaded(model: Any, info: Mapping[str, Any], source: str, entry_format:
             reader="from_pretrained",
         )
     scheme = encoding.config.to_dict()
-    names = {name for name, _ in encoding.named_parameters()}
+    names = set(encoding.weights())
     mismatched = (key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ()))
     random = sorted(key for key in {*missing, *mismatched} if below_position_encoding(key) in names)
     if random:

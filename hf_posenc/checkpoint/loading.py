@@ -334,9 +334,11 @@ class _Built:
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:
+        from hf_posenc.patching.anatomy.weights import computed_buffers
         from hf_posenc.patching.place.config_entry import native_lengths, stated_lengths, write_lengths
 
         self.entry_format = entry_format
+        self.buffers = computed_buffers(model.position_encoding)
         self.generation_config = getattr(model, "generation_config", None)
         self.lengths = stated_lengths(model.config)
         write_lengths(model.config, native_lengths(model.config))
@@ -347,6 +349,8 @@ class _Built:
         from hf_posenc.patching.place.config_entry import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 
+        for module, name, buffer in self.buffers:
+            module._buffers[name] = buffer.to(module._buffers[name].device)
         # The weights did not exist when the model was patched.
         model.position_encoding.record.base_weights = samples(model, read_offloaded=False)
         for change in model.position_encoding.record.journal.changes:
@@ -437,7 +441,8 @@ def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     if not isinstance(requested, Mapping) or "scheme" not in requested:
         return requested, {}
     scheme = requested["scheme"]
-    if not isinstance(scheme, str) and requested.keys() <= {"scheme", *_PLACES}:
+    with_options = not isinstance(scheme, str) or ":" in scheme
+    if with_options and requested.keys() <= {"scheme", *_PLACES}:
         return scheme, {name: value for name, value in requested.items() if name != "scheme"}
     options = {field.name for field in dataclasses.fields(get_scheme(scheme))} if isinstance(scheme, str) else set()
     places = {name: requested[name] for name in _PLACES if name in requested and name not in options}

@@ -268,9 +268,8 @@ def completed(model: nn.Module, device_map: Any) -> Any:
     names = {id(module): name for name, module in model.named_modules()}
     prefix = names[id(encoding)]
     stock = {name: device for name, device in device_map.items() if not f"{name}.".startswith(f"{prefix}.")}
-    first = next((device for device in stock.values() if device not in _OFFLOADED), None)
-    if first is None:
-        return device_map
+    # Without an accelerator, accelerate executes on the CPU what it reads from disk.
+    first = next((device for device in stock.values() if device not in _OFFLOADED), "cpu")
     own = {prefix: first}
     for stack in encoding.record.stacks.values():
         for attention, layer in zip(stack.attentions, stack.encoding.layers, strict=True):

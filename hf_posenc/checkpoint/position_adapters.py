@@ -195,7 +195,7 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
             encoding = current_encoding(model)
             undo.callback(unpatch_model, model)
         else:
-            values = {name: parameter.detach().clone() for name, parameter in encoding.named_parameters()}
+            values = {name: parameter.detach().clone() for name, parameter in encoding.weights().items()}
             undo.callback(_restore, encoding, model, copy.copy(encoding.lengths), values)
         assert encoding is not None
         assert encoding.lengths is not None
@@ -210,7 +210,7 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
 def _restore(
     encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths | None, values: Mapping[str, Tensor]
 ) -> None:
-    for name, parameter in encoding.named_parameters():
+    for name, parameter in encoding.weights().items():
         if parameter.device.type != "meta":
             parameter.copy_(values[name])
     if lengths is not None and encoding.lengths != lengths:
@@ -219,7 +219,7 @@ def _restore(
 
 @torch.no_grad()
 def _load_parameters(encoding: PositionEncoding, parameters: Mapping[str, Tensor], source: str, shared: bool) -> None:
-    own = dict(encoding.named_parameters())
+    own = encoding.weights()
     expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
     found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     if found != expected:
@@ -274,7 +274,7 @@ def collect(
     refuse_changed(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is encoding), "")
     parameters = {}
-    for name, parameter in encoding.named_parameters():
+    for name, parameter in encoding.weights().items():
         tensor = (state or {}).get(prefix + name, parameter)
         if tensor.device.type == "meta" or type(tensor) not in (nn.Parameter, Tensor):
             raise UnsupportedError(
@@ -282,7 +282,7 @@ def collect(
                 "be written from this process. Save from a model that is in memory, or pass a full state_dict to "
                 "save_pretrained."
             )
-        parameters[name] = tensor.detach().cpu()
+        parameters[name] = tensor.detach().cpu().contiguous()
     return PositionFiles(
         config=encoding.config,
         base_model_type=model.config.model_type,

@@ -69,7 +69,7 @@ def rebuilt(load: Callable[[Call], Any], call: Call) -> Any:
     assert encoding is not None
     if live is not None:
         _copy_parameters(live, encoding, name)
-    elif not from_files and next(encoding.parameters(), None) is not None:
+    elif not from_files and encoding.weights():
         raise UnsupportedError(
             f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}. Its files do "
             "not contain the parameters of this scheme, and the model object no longer exists or belongs to another "
@@ -92,7 +92,7 @@ def _scheme(name: SchemeName) -> str:
 
 @torch.no_grad()
 def _copy_parameters(source: PositionEncoding, target: PositionEncoding, name: SchemeName) -> None:
-    given, wanted = dict(source.named_parameters()), dict(target.named_parameters())
+    given, wanted = source.weights(), target.weights()
     shapes = {key: tuple(parameter.shape) for key, parameter in given.items()}
     if shapes != {key: tuple(parameter.shape) for key, parameter in wanted.items()}:
         raise UnsupportedError(

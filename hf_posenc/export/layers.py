@@ -21,11 +21,12 @@ from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
-from hf_posenc.schemes.parts import MAP_METHODS, AdditiveEncoding, Part, QueryKeyMap, overrides
+from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
 from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 from hf_posenc.schemes.rotary.string import RotationInBasis
+from hf_posenc.schemes.statements import MAP_METHODS, overrides
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
 STOPPED = 1e30

@@ -31,7 +31,7 @@ from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across
 from hf_posenc.schemes.arrangement.native import NativeConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
-from hf_posenc.schemes.config import SchemeConfig, names_native, walk
+from hf_posenc.schemes.config import SchemeConfig, check_savable, names_native, walk
 from hf_posenc.schemes.parts import LogitScale
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
@@ -100,6 +100,7 @@ def requested_scheme(
     """The config that the arguments of `patch_model` name. Raises if they exclude each other."""
     config = as_scheme(scheme, **options)
     config = config if cross_attention is False else across(config, cross_attention)
+    check_savable(config)
     if config.within_and_across()[1] is not None:
         refuse_without_encoder(transaction.anatomy, part)
     if elsewhere is not None and layers is None:

@@ -20,10 +20,9 @@ from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import new_scheme, place_blend
 from hf_posenc.recipes.initialization.model import fit_encoding
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS, Fit
-from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.registry import SchemeLike
+from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -198,10 +197,10 @@ def _scheme_in_force(transaction: Transaction, part: str, required: bool) -> Sch
 def _carried_options(scheme: SchemeLike, options: dict[str, Any], old: SchemeConfig | None) -> dict[str, Any]:
     """Returns options of the old scheme that the new scheme should keep, if it is given by name."""
     theta = getattr(old, "theta", None)
-    if not isinstance(scheme, str) or scheme == "native" or theta is None or "theta" in options:
+    if not isinstance(scheme, str) or theta is None:
         return {}
-    names = {field.name for field in dataclasses.fields(get_scheme(scheme))}
-    return {"theta": theta} if "theta" in names else {}
+    config = as_scheme(scheme, **options)
+    return {"theta": theta} if hasattr(config, "theta") and not config.gave("theta") else {}
 
 
 def restore_encoding(transaction: Transaction, before: PositionEncoding | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
@@ -17,10 +18,11 @@ from hf_posenc.schemes.parts import (
     DistanceBias,
     LogitScale,
     PairwiseBias,
+    Part,
     QueryKeyMap,
     SchemeParts,
 )
-from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json
+from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json, shown
 
 ConfigType = TypeVar("ConfigType")
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -298,6 +300,34 @@ def walk(config: SchemeConfig) -> Iterator[SchemeConfig]:
         yield from walk(child)
 
 
+def check_savable(config: SchemeConfig) -> None:
+    """Refuses a config with an option that a saved model could not give back. Own configs may check nothing themselves.
+
+    Raises:
+        ValueError: naming the option and what is expected.
+    """
+    for nested in walk(config):
+        for field in dataclasses.fields(nested):
+            value, owner = getattr(nested, field.name), type(nested).__name__
+            if not _is_savable(value):
+                raise ValueError(
+                    f"{owner}.{field.name} is {shown(value)}, which could not be saved with a model. Options are "
+                    "finite numbers (not those of numpy or torch), texts, True, False, None, schemes, and tuples of "
+                    "these."
+                )
+            check_declared(as_declared(value, field), field, owner)
+
+
+def _is_savable(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_savable, value))
+    return (
+        value is None
+        or isinstance(value, SchemeConfig | SubConfig | str | int)
+        or (isinstance(value, float) and math.isfinite(value))
+    )
+
+
 def names_native(config: SchemeConfig) -> bool:
     """Whether the native scheme of a model takes the place of a config, or of any config inside it."""
     return any(nested.stands_for_native for nested in walk(config))
@@ -383,6 +413,21 @@ def check_parts(config: SchemeConfig, parts: Any) -> None:
         if part is not None and not isinstance(part, kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
+    kind, order = type(config), type(config).__mro__
+    named, *makers = (
+        next((place for place, one in enumerate(order) if name in vars(one)), len(order))
+        for name in ("part_class", "build", "rotation")
+    )
+    if named < min(makers) and not any(isinstance(part, config.part_class or object) for part in parts):
+        raise TypeError(
+            f"{kind.__name__}.part_class is {config.part_class.__name__}, but {owner} is that of "
+            f"{order[min(makers)].__name__}, which builds other parts. Define `build` as well, or derive "
+            f"{kind.__name__} from SchemeConfig."
+        )
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, Part):
+                module.check_statements()
     if isinstance(parts.logit_bias, DistanceBias):
         _check_bias(parts.logit_bias)
 

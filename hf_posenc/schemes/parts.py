@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
+from hf_posenc.schemes.statements import overrides, symmetric_by_methods, with_own_methods, withdraw_statements
 
 
 class DeviceConstant:
@@ -140,29 +141,6 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
-#: The methods of a map of queries and keys.
-MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
-#: What a part states about its methods, for faster ways to compute the same. A class that overrides one of these
-#: methods has inherited a statement about another one, so it gets the neutral value unless it makes its own.
-_STATEMENTS = {
-    **dict.fromkeys(("separable", "rotates_heads", "other_heads", "zero_below", "factor_of_all"), ("forward",)),
-    **dict.fromkeys(("reads_content", "reads_later_keys"), ("forward",)),
-    **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
-    "angles_of_own_token": ("rotated", "angles", "places"),
-    "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
-}
-
-
-def overrides(kind: type, method: str, statement: str) -> bool:
-    """Whether a class has another method than the class that it has `statement` from.
-
-    A statement of a class in which the method is abstract is about the methods of all subclasses.
-    """
-    stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
-    names = getattr(getattr(stated, "__code__", None), "co_names", ())
-    return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in names
-
-
 class Part(nn.Module):
     """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
 
@@ -191,10 +169,18 @@ class Part(nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for statement, methods in _STATEMENTS.items():
-            makers = [vars(one)[statement] for one in cls.__mro__ if statement in vars(one)]
-            if makers and any(overrides(cls, method, statement) for method in methods):
-                setattr(cls, statement, makers[-1])
+        cls._withdraw_statements()
+
+    @classmethod
+    def _withdraw_statements(cls) -> None:
+        withdraw_statements(cls)
+
+    def check_statements(self) -> None:
+        """Withdraws statements about methods that were set after the class was made, on the class or on this part."""
+        if (kind := with_own_methods(self)) is not None:
+            self.__class__ = kind
+        else:
+            self._withdraw_statements()
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.
@@ -247,9 +233,10 @@ class QueryKeyMap(Part):
     #: Whether it is a `RotaryMap` that its frequencies and its factor describe.
     turns_by_frequencies = False
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if ("map_query" in vars(cls)) != ("map_key" in vars(cls)) and "symmetric" not in vars(cls):
+    @classmethod
+    def _withdraw_statements(cls) -> None:
+        super()._withdraw_statements()
+        if not symmetric_by_methods(cls):
             cls.symmetric = False
 
     def fix_weights(self) -> None:
@@ -307,8 +294,9 @@ class DistanceBias(LogitBias):
     #: Whether `slopes_behind` is about its `forward`, and not about that of a base class.
     states_slopes = True
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
+    @classmethod
+    def _withdraw_statements(cls) -> None:
+        super()._withdraw_statements()
         cls.states_slopes = not overrides(cls, "forward", "slopes_behind")
 
     def forward(self, distance: Tensor) -> Tensor:

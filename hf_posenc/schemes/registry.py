@@ -45,14 +45,20 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
             f"{config_class.__name__} has an option called {min(reserved)!r}, a key of the JSON form or an attribute "
             "of every config. Call it something else, for example 'inner' or 'kind'."
         )
-    taken = _SCHEMES.get(name)
-    if taken is not None and (taken.__module__, taken.__qualname__) != (
-        config_class.__module__,
-        config_class.__qualname__,
-    ):
-        raise ValueError(f"The scheme name {name!r} already belongs to {taken.__module__}.{taken.__qualname__}.")
+    _check_name(config_class)
     _SCHEMES[name] = config_class
     return config_class
+
+
+def _check_name(config_class: type[SchemeConfig]) -> None:
+    """Refuses a class whose name belongs to another one, as which a saved model would be read."""
+    taken = _SCHEMES.get(config_class.name, config_class)
+    places = [(kind.__module__, kind.__qualname__) for kind in (taken, config_class)]
+    if places[0] != places[1]:
+        raise ValueError(
+            f"The scheme name {config_class.name!r} already belongs to {'.'.join(places[0])}. Give "
+            f"{config_class.__name__} another name, and register it with @hf_posenc.register_scheme."
+        )
 
 
 def _registered() -> dict[str, type[SchemeConfig]]:
@@ -123,10 +129,11 @@ def as_scheme(value: SchemeLike, option: str = "", /, **options: Any) -> SchemeC
     Raises:
         UnknownNameError: for an unknown scheme or option.
         TypeError: if options are passed with a config or a sequence.
-        ValueError: for anything that is not a scheme, an option out of range, or a nested scheme that is too deep to be
-            wrapped again.
+        ValueError: for anything that is not a scheme, an option out of range, a subclass of a scheme without its own
+            name, or a nested scheme that is too deep to be wrapped again.
     """
     config = _as_scheme(value, option, options)
+    _check_name(type(config))
     depth = nesting(config)
     if option and depth >= DEEPEST_NESTING:
         raise ValueError(

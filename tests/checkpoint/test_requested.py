@@ -44,6 +44,10 @@ REQUESTS: dict[str, tuple[Any, tuple[Any, dict[str, Any]]]] = {
         {"scheme": "schedule", "layers": ["alibi", "rope"]},
         ({"scheme": "schedule", "layers": ["alibi", "rope"]}, {}),
     ),
+    "a name with options in some layers": (
+        {"scheme": "rope:theta=500000", "layers": [1]},
+        ("rope", {"theta": 5e5, "layers": [1]}),
+    ),
     "several in some layers": ({"scheme": ["native", "ssmax"], "layers": [0]}, (["native", "ssmax"], {"layers": [0]})),
     "native": ("native", ("native", {})),
 }

@@ -254,9 +254,9 @@ def _cross_encoder(scheme: Any) -> None:
     assert_close(reloaded, found)
 
 
+#: For the stock model: the parts of a scheme need no entry.
 _A_LAYER_ON_DISK = dict.fromkeys(
-    ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "model.position_encoding", "lm_head"),
-    "cpu",
+    ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
 ) | {"model.layers.1": "disk"}
 
 TOOLS = [

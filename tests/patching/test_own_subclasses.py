@@ -5,18 +5,36 @@ Every override here does nothing, so the model has to be that of a scheme withou
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import RopeConfig, SchemeConfig, SchemeParts, as_scheme, get_scheme, option
+from hf_posenc import (
+    DistanceBias,
+    RopeConfig,
+    SchemeConfig,
+    SchemeParts,
+    as_scheme,
+    get_scheme,
+    load_position_adapter,
+    option,
+    patch_model,
+    save_position_adapter,
+)
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import DynamicScaling, registry
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
+from hf_posenc.schemes.bias.cope import CopeBias
 from hf_posenc.schemes.config import BuildContext, OuterConfig
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.position_maps.affine import AffineMap
@@ -25,17 +43,24 @@ from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import CayleyMap
 from hf_posenc.schemes.scale.constant import ConstantScale
+from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, patched, tokens
 
 
-def without(kind: type, method: str) -> type:
-    """A subclass whose `method` does nothing; "maps" are those of queries and of keys."""
+def nothing(kind: type, method: str) -> dict[str, Callable[..., Any]]:
+    """A `method` that does nothing, by name; "maps" are those of queries and of keys."""
     does: dict[str, Callable[..., Any]] = {
         "maps": lambda self, heads, phases: heads,
         "rotated": lambda self, pairs: (pairs.query, pairs.key),
     }
     override = does.get(method, lambda self, *given: 0 * getattr(kind, method)(self, *given))
-    return type("Own", (kind,), dict.fromkeys(("map_query", "map_key") if method == "maps" else (method,), override))
+    return dict.fromkeys(("map_query", "map_key") if method == "maps" else (method,), override)
+
+
+def without(kind: type, method: str, inherited: bool = False) -> type:
+    """A subclass whose `method` does nothing, as its own or as that of another base class."""
+    override = nothing(kind, method)
+    return type("Own", (type("Mixin", (), override), kind), {}) if inherited else type("Own", (kind,), override)
 
 
 class OwnConfig(OuterConfig):
@@ -45,10 +70,18 @@ class OwnConfig(OuterConfig):
 
     inner: SchemeConfig = option(RopeConfig, nested_scheme)
     method: str = "forward"
+    place: str = "class"
 
     def build(self, context: BuildContext) -> SchemeParts:
         (part,) = parts = self.inner.build(context)
-        part.__class__ = without(type(part), self.method)
+        kind: Any = type(part)
+        if self.place in ("class", "mixin"):
+            part.__class__ = without(kind, self.method, self.place == "mixin")
+        elif self.place == "made class":
+            part.__class__ = made = type("Own", (kind,), {})
+            made.forward = nothing(kind, "forward")["forward"]  # type: ignore[attr-defined]
+        else:
+            part.forward = MethodType(nothing(kind, "forward")["forward"], part)
         return parts
 
 
@@ -75,6 +108,7 @@ ROWS: list[tuple[Any, Any]] = [
     (as_scheme([OwnConfig("alibi"), "forget_gate"]), "forget_gate"),
     (as_scheme([OwnConfig(GATES), "forget_gate"]), "forget_gate"),
     (as_scheme([OwnConfig("repo"), "alibi"]), "alibi"),
+    *((OwnConfig("forget_gate", place=place), "none") for place in ("mixin", "made class", "part")),
     *((OwnConfig(inner, "rotated"), "none") for inner in ("repo", "grape_m", "selective_rope")),
     *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
     *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
@@ -123,8 +157,124 @@ def test_statements_are_about_the_method_they_were_made_for() -> None:
         assert without(kind, "forward").other_heads is PairwiseBias.other_heads
     assert without(ConstantScale, "forward")(2.0).factor_of_all is None
     assert without(AffineMap, "renumber")().last_position(3) is None
+    assert not without(CopeBias, "key_features").whole_heads
+    assert without(CopeBias, "forward").whole_heads
     assert without(RotaryMap, "maps").symmetric
     assert not without(RotaryMap, "map_key").symmetric
+    assert not without(RotaryMap, "map_key", inherited=True).symmetric
+
+
+class Steps(DistanceBias):
+    """A penalty on distance whose slopes are a buffer that is saved, and one that is not."""
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        super().__init__()
+        self.register_buffer("saved", torch.zeros(context.num_heads))
+        self.register_buffer("computed", torch.arange(1.0, 1 + context.num_heads), persistent=False)
+
+    def forward(self, distance: torch.Tensor) -> torch.Tensor:
+        return -torch.einsum("h,...->h...", (self.saved + self.computed).float(), distance.abs().float())
+
+
+OwnBuffers = own("alibi", "part_class", Steps)
+OWN[OwnBuffers.name] = OwnBuffers
+
+
+@pytest.mark.parametrize("way", ["folder", "meta device", "scheme alone", "name", "other order"])
+def test_buffers_of_an_own_part_are_kept(way: str, tmp_path: Path) -> None:
+    patched("llama_gqa", None).save_pretrained(tmp_path / "stock")
+    stock = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "stock")
+    model = patch_model(stock(), OwnBuffers())
+    layers = model.position_encoding.stacks["model"].layers
+    layers[0].logit_bias.saved.fill_(2.0)
+    expected = logits(model)
+    assert distance(logits(patch_model(stock(), OwnBuffers())), expected) > 1e-2
+    if way == "folder":
+        model.save_pretrained(tmp_path / "patched")
+        made = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    elif way == "meta device":
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(model.config)
+        made.load_state_dict(model.state_dict(), assign=True)
+        made.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq
+    elif way == "scheme alone":
+        save_position_adapter(model, tmp_path / "scheme")
+        made = load_position_adapter(stock(), tmp_path / "scheme")
+    elif way == "name":
+        made = AutoModelForCausalLM.from_pretrained(model.config._name_or_path)
+    else:
+        model.model.layers = made_layers = torch.nn.ModuleList(reversed(model.model.layers))
+        made = patch_model(model, OwnBuffers())
+        made.model.layers = torch.nn.ModuleList(reversed(made_layers))
+    torch.testing.assert_close(logits(made.eval()), expected)
+
+
+@pytest.mark.parametrize("name", ["alibi", "log_cpb", "sinusoidal", "t5", "shaw", "tupe"])
+def test_a_part_class_is_built_or_refused(name: str) -> None:
+    class Zero(DistanceBias):
+        def __init__(self, config: Any, context: BuildContext) -> None:
+            super().__init__()
+
+        def forward(self, distance: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(4, *distance.shape)
+
+    scheme = own(name, "part_class", Zero)()
+    if name in ("shaw", "tupe"):
+        with pytest.raises(TypeError, match=r"part_class is Zero, but Own.build .* Define `build` as well"):
+            patched("llama_gqa", scheme)
+    else:
+        assert isinstance(patched("llama_gqa", scheme).position_encoding.stacks["model"].layers[0].logit_bias, Zero)
+
+
+def test_a_causal_scheme_with_its_own_build_is_refused_in_an_encoder() -> None:
+    kind: Any = own("rope", "causal_only", "It sees the past only.")  # type: ignore[arg-type]
+    kind.build = lambda self, context: SchemeParts()
+    with pytest.raises(UnsupportedError, match=r"It sees the past only\."):
+        patched("bert", kind())
+
+
+@pytest.mark.parametrize(
+    ("option_", "message"),
+    [
+        *((value, "which could not be saved") for value in ([1.0], {"a": 1}, {1.0}, math.inf, torch.float32)),
+        *((value, "which could not be saved") for value in (np.float32(2), np.int64(2), (torch.ones(()),))),
+        (1.0, "expected an integer"),
+    ],
+    ids=str,
+)
+def test_an_option_that_could_not_be_saved_is_refused_by_a_patch(option_: Any, message: str) -> None:
+    @dataclass(frozen=True)
+    class Plain(RopeConfig):
+        name: ClassVar[str] = "plain"
+        own: int = 1
+
+    for scheme in (Plain(own=option_), [Plain(own=option_), "alibi"]):
+        with pytest.raises(ValueError, match=rf"^Plain\.own is .*{message}"):
+            patch_model(ARCHITECTURES["llama_gqa"].build(), scheme)
+
+
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [("ssmax", "(batch or 1, heads or 1, length)"), ("fire", "(batch or 1, heads, query_len, key_len)")],
+)
+def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
+    model = patched("llama_gqa", ["rope", part])
+    layer = model.position_encoding.stacks["model"].layers[0]
+    one = layer.logit_scale if part == "ssmax" else layer.logit_bias
+    kind = type(one)
+    one.__class__ = type("Own", (kind,), {"forward": lambda self, given: kind.forward(self, given)[0]})
+    # As many rows and tokens as heads, which torch would broadcast.
+    with pytest.raises(ValueError, match=rf"^Own returned the shape \(.*; expected {re.escape(shape)}\.$"):
+        model(tokens(4, 4))
+
+
+def test_a_subclass_needs_its_own_name() -> None:
+    class Unnamed(RopeConfig):
+        pass
+
+    for scheme in (Unnamed(), Unnamed, ["alibi", Unnamed()]):
+        with pytest.raises(ValueError, match=r"'rope' already belongs to .*\.RopeConfig\. Give Unnamed another name"):
+            as_scheme(scheme)
 
 
 def test_a_rotation_in_a_basis_takes_frequencies_only() -> None:

@@ -284,6 +284,8 @@ def test_the_base_of_the_old_rotation_is_kept():
     assert swap.new.theta == 777.0
     given = swap_scheme(patched("llama_gqa", RopeConfig(theta=777.0)), "p_rope", theta=9.0)
     assert (given.new.theta, given.options) == (9.0, {})
+    for scheme, theta in (("p_rope:theta=9", 9.0), ("p_rope:fraction=0.5", 777.0)):
+        assert swap_scheme(patched("llama_gqa", RopeConfig(theta=777.0)), scheme).new.theta == theta
     default = swap_scheme(patched("llama_gqa", RopeConfig(theta=777.0)), "p_rope", initialization="default")
     assert default.new.theta == 10000.0
     scaled = patched("llama_gqa", RopeConfig(theta=500.0, scaling=LinearScaling(2.0)))

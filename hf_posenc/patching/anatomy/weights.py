@@ -97,6 +97,12 @@ def execution_device(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def computed_buffers(scheme: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """The buffers of own parts that are computed and not saved: the module of each, its name, and its values."""
+    places = ((module, name) for module in scheme.modules() for name in module._non_persistent_buffers_set)
+    return [(module, name, buffer) for module, name in places if (buffer := module._buffers[name]) is not None]
+
+
 #: Children of modules that are not compared.
 _LEFT_OUT = (ATTRIBUTE, "pooler")
 _MATRICES, _VECTORS, _VALUES = 64, 32, 8

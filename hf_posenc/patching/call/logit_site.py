@@ -307,6 +307,8 @@ class LogitSite(PlacedForward):
         def compute() -> Tensor:
             check_cache(logit_scale, state)
             factor: Tensor = state.own(logit_scale)(state.positions())
+            if factor.ndim != 3:
+                raise wrong_shape(logit_scale, factor, "(batch or 1, heads or 1, length)")
             return factor
 
         return state.shared(("scale", id(logit_scale)), compute)
@@ -354,7 +356,10 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
     bias = state.own(part)
     if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
-            return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
+            terms = bias.key_terms(pairs)
+        if terms.ndim != 3:
+            raise wrong_shape(bias, terms, "(batch or 1, heads, key_len)")
+        return SeparableForm(terms, pairs.query_slots)
 
     key_length = pairs.key.shape[-2]
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
@@ -372,6 +377,8 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
         # The bias is float32 in every model. Autocast would compute it in lower precision.
         with without_autocast(own.query.device):
             result: Tensor = bias(own)
+        if result.ndim != 4:
+            raise wrong_shape(bias, result, "(batch or 1, heads, query_len, key_len)")
         check_heads(result.shape[1], pairs.query.shape[1])
         return result if result.shape[-1] == key_count else result[..., :key_count]
 
@@ -381,6 +388,11 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
     with without_autocast(pairs.query.device):
         other = bias.other_heads(pairs)
     return form if other is None else DividedForm(**vars(form), other=other)
+
+
+def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:
+    """The error for an own part that returns values with another number of axes, which torch might broadcast."""
+    return ValueError(f"{type(part).__name__} returned the shape {tuple(values.shape)}; expected {expected}.")
 
 
 def check_heads(of_scheme: int, of_layer: int) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, Stack, build_context, with_layout
-from hf_posenc.patching.anatomy.weights import execution_device
+from hf_posenc.patching.anatomy.weights import computed_buffers, execution_device
 from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.place.cross_layers import cross_parts
@@ -23,7 +23,7 @@ from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreeme
 from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts, walk
 from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
@@ -221,6 +221,9 @@ class StackEncoding(nn.Module):
             children = config.children().items()
             parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
         else:
+            reasons = [one.causal_only for one in walk(config) if one.causal_only]  # Not every `build` reads it.
+            if reasons and not context.causal:
+                raise UnsupportedError(reasons[0])
             with contextlib.nullcontext() if self._device is None else self._device:
                 parts = config.build(context)
                 check_parts(config, parts)
@@ -250,8 +253,7 @@ class StackEncoding(nn.Module):
         """Moves every part to the device of the first layer that uses it."""
         for attention, layer in reversed(list(zip(stack.attentions, self.layers, strict=True))):
             for part in layer.parts:
-                if next(part.parameters(), None) is not None:
-                    part.to(execution_device(attention.module))
+                part.to(execution_device(attention.module))
         for path, layer in self.cross.items():
             for part in layer.parts:
                 part.to(execution_device(stack.module.get_submodule(path)))
@@ -324,6 +326,12 @@ class PositionEncoding(AddedModule):
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
         """The longest sequence that the scheme can encode in some stacks, by default all, and that it was made for."""
         return shortest(part.length_reach for part in self.parts(stacks))
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is saved of the scheme: its parameters, and the persistent buffers of own parts, by name."""
+        computed = {id(buffer) for _, _, buffer in computed_buffers(self)}
+        weights = (*self.named_parameters(), *self.named_buffers())
+        return {name: weight for name, weight in weights if id(weight) not in computed}
 
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""

@@ -276,6 +276,8 @@ class StackRecord:
                 own = target.get_parameter(name)
                 own.copy_(parameter)
                 own.requires_grad_(parameter.requires_grad)
+            for name, buffer in [] if source is None else source.named_buffers():
+                target.get_buffer(name).copy_(buffer)
         encoding.adopted, encoding.unfilled = self.encoding.adopted, self.encoding.unfilled
 
     def note_trainable(self) -> None:

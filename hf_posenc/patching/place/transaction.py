@@ -18,7 +18,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
-from hf_posenc.patching.anatomy.weights import samples
+from hf_posenc.patching.anatomy.weights import computed_buffers, samples
 from hf_posenc.patching.call.cache_checks import refuse_in_stock
 from hf_posenc.patching.call.runtime import unwrap_checkpointing
 from hf_posenc.patching.forwards import refuse_foreign_forward
@@ -126,9 +126,14 @@ class Transaction:
         encoding = build_encoding(config, stacks, kept=kept)
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
-        encoding.to(device=anatomy.device, dtype=None if reference is None else reference.dtype)
+        encoding.to(dtype=None if reference is None else reference.dtype)
+        computed = computed_buffers(encoding)
+        encoding.to(device=anatomy.device)
         for stack in stacks:
             encoding.stacks[stack.name].follow_layers(stack)
+        if anatomy.device.type == "meta":  # No checkpoint has their values.
+            for module, name, buffer in computed:
+                module._buffers[name] = buffer
         for name, placed in moved.items():
             placed.copy_parameters(encoding.stacks[name], found[name])
         return encoding

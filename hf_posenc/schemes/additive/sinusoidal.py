@@ -115,6 +115,7 @@ class SinusoidalConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "sinusoidal"
+    part_class = SinusoidalEncoding
 
     frequencies: str = option("vaswani", choices=("vaswani", "tensor2tensor"))
     layout: str = option("interleaved", choices=LAYOUTS)
@@ -144,7 +145,7 @@ class SinusoidalConfig(SchemeConfig):
                 f"SinusoidalConfig with frequencies={self.frequencies!r} and axes={self.axes} needs a hidden size of "
                 f"at least {smallest}, got {context.hidden_size}."
             )
-        return SchemeParts(additive=SinusoidalEncoding(self, context))
+        return super().build(context)
 
 
 def frequencies_of(hidden_size: int, config: SinusoidalConfig) -> Tensor:

@@ -147,6 +147,11 @@ class AlibiConfig(SchemeConfig):
                 "axes no token is earlier than another. Use 'symmetric' or 'auto', or axes=1."
             )
 
+    @property
+    def part_class(self) -> type[AlibiSlopes]:  # type: ignore[override]
+        """The penalty in the order of tokens, or on a grid."""
+        return AlibiBias if self.axes == 1 else GridAlibiBias
+
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.
 
@@ -166,5 +171,4 @@ class AlibiConfig(SchemeConfig):
             )
         if self.variant == "asymmetric" and context.num_heads < 2:
             raise ValueError("AlibiConfig.variant is 'asymmetric', which needs at least 2 heads. Use 'symmetric'.")
-        bias_class = AlibiBias if self.axes == 1 else GridAlibiBias
-        return SchemeParts(logit_bias=bias_class(self, context))
+        return super().build(context)

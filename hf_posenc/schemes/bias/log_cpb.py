@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import GridBias, entries_of_pairs
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FACTOR, LARGEST_WIDTH, SMALLEST_FACTOR
@@ -152,6 +152,7 @@ class LogCpbConfig(SharedConfig):
     axes: int = option(1, minimum=1, maximum=3)
     shared: bool = option(False)
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=(LogCpbBias if self.axes == 1 else GridLogCpbBias)(self, context))
+    @property
+    def part_class(self) -> type[LogCpbNetwork]:  # type: ignore[override]
+        """The network of distances in the order of tokens, or on a grid."""
+        return LogCpbBias if self.axes == 1 else GridLogCpbBias

@@ -60,9 +60,7 @@ class T5Buckets(NormalWeights, LogitBias):
         self.axes = config.axes
         self.num_buckets = config.num_buckets
         self.max_distance = config.max_distance
-        # On several axes no token is earlier than another.
-        follows = not context.causal if config.bidirectional is None else config.bidirectional
-        self.bidirectional = config.axes > 1 or follows
+        self.bidirectional = config.has_two_directions(context)
         self.initializer_range = config.deviation(context)
         axes = () if config.axes == 1 else (config.axes,)
         self.weight = nn.Parameter(torch.empty(*axes, config.num_buckets, context.num_heads))
@@ -157,6 +155,15 @@ class T5Config(SharedConfig):
         if self.axes > 1 or self.bidirectional is not None:
             self._check_buckets(self.axes > 1 or self.bidirectional is True)
 
+    @property
+    def part_class(self) -> type[T5Buckets]:  # type: ignore[override]
+        """The table of distances in the order of tokens, or on a grid."""
+        return T5Bias if self.axes == 1 else GridT5Bias
+
+    def has_two_directions(self, context: BuildContext) -> bool:
+        """Whether keys after the query have their own buckets. On several axes no token is earlier than another."""
+        return self.axes > 1 or (not context.causal if self.bidirectional is None else self.bidirectional)
+
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.
 
@@ -169,9 +176,8 @@ class T5Config(SharedConfig):
                 "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, but this "
                 "model is bidirectional and attends to them. Omit it, or give True."
             )
-        bias = (T5Bias if self.axes == 1 else GridT5Bias)(self, context)
-        self._check_buckets(bias.bidirectional)
-        return SchemeParts(logit_bias=bias)
+        self._check_buckets(self.has_two_directions(context))
+        return super().build(context)
 
     def deviation(self, context: BuildContext) -> float:
         """Returns the standard deviation of a new table."""

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts, overrides
+from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
+from hf_posenc.schemes.statements import overrides
 from hf_posenc.schemes.validation import (
     LARGEST_FREQUENCY,
     SMALLEST_FACTOR,
