@@ -358,7 +358,7 @@ def test_positions_under_a_mask_that_hides_padding(scheme: Any, kind: str) -> No
     real = torch.ones(2, LENGTH, dtype=torch.long)
     positions = torch.arange(LENGTH).expand(2, -1).clone()
     first: dict[str, Any] = {}
-    hidden = (real.bool()[:, None, None] & causal()).expand(-1, 4, -1, -1).clone()
+    hidden = (real.bool()[:, None, None] & EVERYTHING.tril()).expand(-1, 4, -1, -1).clone()
     later: dict[str, Any] = {"attention_mask": hidden[:, :, cached:]}
     if kind == "a gap behind the cache":
         positions[:, cached:] += 30

@@ -386,7 +386,7 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         default = "" if field.default in (None, "", [], {}) else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
-        repeated = {"action": "append"} if name == "imports" else {}
+        repeated: dict[str, Any] = {"action": "append"} if name == "imports" else {}
         group = training if name in TrainingSettings.model_fields else whole
         group.add_argument(*flags, dest=name, help=text, **boolean, **repeated)
     parsed, others = parser.parse_known_args(arguments)
