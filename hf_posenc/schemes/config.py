@@ -413,14 +413,14 @@ def check_parts(config: SchemeConfig, parts: Any) -> None:
         if part is not None and not isinstance(part, kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
-    kind, order = type(config), type(config).__mro__
+    kind, order, part_class = type(config), type(config).__mro__, config.part_class
     named, *makers = (
         next((place for place, one in enumerate(order) if name in vars(one)), len(order))
         for name in ("part_class", "build", "rotation")
     )
-    if named < min(makers) and not any(isinstance(part, config.part_class or object) for part in parts):
+    if part_class and named < min(makers) and not any(isinstance(part, part_class) for part in parts):
         raise TypeError(
-            f"{kind.__name__}.part_class is {config.part_class.__name__}, but {owner} is that of "
+            f"{kind.__name__}.part_class is {part_class.__name__}, but {owner} is that of "
             f"{order[min(makers)].__name__}, which builds other parts. Define `build` as well, or derive "
             f"{kind.__name__} from SchemeConfig."
         )

@@ -177,7 +177,8 @@ class Part(nn.Module):
 
     def check_statements(self) -> None:
         """Withdraws statements about methods that were set after the class was made, on the class or on this part."""
-        if (kind := with_own_methods(self)) is not None:
+        kind: Any = with_own_methods(self)
+        if kind is not None:
             self.__class__ = kind
         else:
             self._withdraw_statements()
