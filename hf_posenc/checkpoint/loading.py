@@ -350,7 +350,8 @@ class _Built:
         from hf_posenc.patching.place.lengths import record_generation_length
 
         for module, name, buffer in self.buffers:
-            module._buffers[name] = buffer.to(module._buffers[name].device)
+            loaded = module._buffers[name]
+            module._buffers[name] = buffer if loaded is None else buffer.to(loaded.device)
         # The weights did not exist when the model was patched.
         model.position_encoding.record.base_weights = samples(model, read_offloaded=False)
         for change in model.position_encoding.record.journal.changes:
