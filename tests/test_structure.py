@@ -17,13 +17,13 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (31, 1073, 506),
-    "patch and first forward": (37, 1244, 587),
+    "patch": (31, 1115, 526),
+    "patch and first forward": (37, 1286, 607),
     "forward": (13, 101, 54),
     "further layer": (13, 20, 11),
     "decoding": (11, 121, 64),
     "save": (13, 267, 59),
-    "from_pretrained": (33, 1171, 514),
+    "from_pretrained": (33, 1201, 535),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -100,13 +100,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 53_927
+    assert sum(lines) <= 54_019
     assert max(lines) <= 500
-    assert len(lines) <= 298
+    assert len(lines) <= 299
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_103), ("eval", 322), ("benchmarks", 2_496), ("tests", 60_211)]
+    ("room", "most"), [("training", 7_071), ("eval", 322), ("benchmarks", 2_496), ("tests", 56_978)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

@@ -27,14 +27,20 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
-from hf_posenc.schemes.statements import overrides, symmetric_by_methods, with_own_methods, withdraw_statements
+from hf_posenc.schemes.statements import (
+    STATED_METHODS,
+    overrides,
+    symmetric_by_methods,
+    with_own_methods,
+    withdraw_statements,
+)
 
 
 class DeviceConstant:
@@ -166,6 +172,8 @@ class Part(nn.Module):
     length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
+    # The methods that the statements of the class were checked against.
+    _stated_about: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -174,14 +182,15 @@ class Part(nn.Module):
     @classmethod
     def _withdraw_statements(cls) -> None:
         withdraw_statements(cls)
+        cls._stated_about = {name: getattr(cls, name, None) for name in STATED_METHODS}
 
     def check_statements(self) -> None:
         """Withdraws statements about methods that were set after the class was made, on the class or on this part."""
-        kind: Any = with_own_methods(self)
-        if kind is not None:
-            self.__class__ = kind
-        else:
-            self._withdraw_statements()
+        kind: Any = type(self)
+        if not STATED_METHODS.isdisjoint(vars(self)):
+            self.__class__ = with_own_methods(self)
+        elif kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
+            kind._withdraw_statements()
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.

@@ -17,8 +17,8 @@ _STATEMENTS = {
     "angles_of_own_token": ("rotated", "angles", "places"),
     "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
 }
-#: All of these methods.
-_METHODS = frozenset(itertools.chain(MAP_METHODS, *_STATEMENTS.values()))
+#: The methods that parts state something about.
+STATED_METHODS = frozenset(itertools.chain(MAP_METHODS, *_STATEMENTS.values()))
 
 
 def overrides(kind: type, method: str, statement: str) -> bool:
@@ -46,14 +46,14 @@ def symmetric_by_methods(kind: type) -> bool:
     return query == key or min(query, key) >= stated
 
 
-def with_own_methods(part: object) -> type | None:
-    """A subclass for a part with methods of its own, which overrides them; `None` if it has none.
+def with_own_methods(part: object) -> type:
+    """A subclass for a part with methods of its own, which overrides them.
 
     Some statements are properties, which only a class can replace.
     """
     kind = type(part)
-    own = [name for name in _METHODS.intersection(vars(part)) if callable(getattr(kind, name, None))]
-    return type(kind.__name__, (kind,), {name: _copy_of(getattr(kind, name)) for name in own}) if own else None
+    own = [name for name in STATED_METHODS.intersection(vars(part)) if callable(getattr(kind, name, None))]
+    return type(kind.__name__, (kind,), {name: _copy_of(getattr(kind, name)) for name in own}) if own else kind
 
 
 def _copy_of(method: Callable[..., Any]) -> Callable[..., Any]:
