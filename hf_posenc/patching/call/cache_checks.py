@@ -168,9 +168,20 @@ def check_cache(part: Part, state: ForwardState) -> None:
         return
     cached = int(state.offset) + state.dropped
     if cached > 0:
-        lengths = _lengths_of_rows(state) if part.length_dependent else None
-        for before, after in lengths or [(cached, cached + state.query_length)]:
+        total = cached + state.query_length
+        # The lengths of rows are on the device, and are not read for a text that is short enough for all of them.
+        reads = part.length_dependent and not (state.position_ids is None and _is_free_to_grow(part, total))
+        for before, after in (_lengths_of_rows(state) if reads else None) or [(cached, total)]:
             part.check_cache(before, after)
+
+
+def _is_free_to_grow(part: Part, length: int) -> bool:
+    """Whether a cache may grow from one token to `length`, so that it may between all lengths in between."""
+    try:
+        part.check_cache(1, length)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
