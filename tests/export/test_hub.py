@@ -51,7 +51,7 @@ def llama(scheme, seed=0, **options):
 
 models = {"alibi": llama("alibi"), "t5": llama("t5"), "kerple": llama("kerple"), "theta": llama("rope", theta=500.0)}
 first = models["alibi"].push_to_hub("patched")
-models["t5"].push_to_hub("someone/patched", revision="other", commit_message="another scheme", max_shard_size="20KB")
+models["t5"].push_to_hub("someone/patched", revision="other", commit_message="another scheme")
 (folder / "saved").mkdir()
 (folder / "saved" / "notes.txt").write_text("mine")
 models["kerple"].save_pretrained(
