@@ -37,7 +37,7 @@ def table() -> str:
 
     schemes: dict[Need, list[str]] = {need: [] for need in Need}
     for name, row in TABLE.items():
-        for need in needs_of(row.variants[0].build(context_for(row.variants[0], row))):
+        for need in needs_of(row.variants[0].build(context_for(row.variants[0]))):
             schemes[need].append(f"`{name}`")
 
     schemes[Need.CROSS].append("all that are given as `cross_attention`")
