@@ -172,8 +172,8 @@ class Part(nn.Module):
     length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
-    # The methods that the statements of the class were checked against.
-    _stated_about: ClassVar[dict[str, Any]] = {}
+    # The methods of the class when its statements were last compared with them.
+    _stated_about: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -132,7 +132,7 @@ class TestPatch:
         for more, message in refusals.items():
             command = ["patch", bert, "learned", "--output", str(tmp_path / "none"), *more]
             assert message in refused(capsys, *command)
-        assert "is for a learned table" in refused(
+        assert "fills the rows of a new learned table" in refused(
             capsys, "patch", bert, "alibi", "--output", str(tmp_path / "none"), "--table-extension", "last"
         )
 

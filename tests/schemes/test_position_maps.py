@@ -77,7 +77,7 @@ class Declares(PairwiseBias):
     """Declares the opposite of every default."""
 
     length_dependent = needs_whole_sequence = reads_coordinates = whole_positions = finds_documents = True
-    reads_heads = replaces_logits = needs_oldest_keys = sums_tokens = True
+    reads_heads = replaces_logits = needs_oldest_keys = sums_tokens = hides_pairs = True
     reads_positions = reads_content = False
     num_features = 3
     num_shared_features = 1
@@ -88,7 +88,7 @@ class Declares(PairwiseBias):
 
 def test_a_mapped_part_declares_what_the_part_does() -> None:
     mapped = SummedPairwiseBias({"inner": Declares()}, PositionShiftConfig().position_map())
-    declared = {name for kind in (Part, PairwiseBias) for name in kind.__annotations__}
+    declared = {name for kind in (Part, PairwiseBias) for name in kind.__annotations__ if name[0] != "_"}
     # Parameters without weight decay are found at the part that has them, and a map may place tokens by later ones.
     assert mapped.no_weight_decay == frozenset()
     assert mapped.reads_later_keys
