@@ -56,7 +56,10 @@ class AttentionSinksConfig(FarPositionsConfig):
 
     def last_key(self, ids: Tensor) -> Tensor:
         """Returns the last sink, or the last key before the window."""
-        return (ids - self.window).minimum(last_before(torch.full_like(ids, self.sinks)))
+        before_window = ids - self.window
+        if not ids.is_floating_point():
+            return before_window.clamp(max=self.sinks - 1)
+        return before_window.minimum(last_before(torch.full_like(ids, self.sinks)))
 
     def last_hidden(self, ids: Tensor) -> Tensor:
         """Returns the last key before the window."""

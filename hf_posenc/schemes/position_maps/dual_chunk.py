@@ -76,4 +76,5 @@ class DualChunkConfig(FarPositionsConfig):
         """Returns the end of the chunk before that of the query or, near the start of a chunk, of the one before it."""
         length = self.chunk_size - self.local_size
         # Rounded up, so that a query exactly `local_size` into its chunk is still near the chunk before.
-        return last_before(-(torch.div(self.local_size - ids, length, rounding_mode="floor") + 1) * length)
+        chunks = torch.div(self.local_size - ids, length, rounding_mode="floor")
+        return last_before(chunks * -length - length)
