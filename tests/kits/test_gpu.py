@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.errors import BenchmarkError
 from hf_posenc import UnsupportedError, get_scheme, list_schemes
+from tests import fresh
 from tests.kits.gpu import __main__ as kit, cells, correctness
 from tests.kits.gpu.cells import Part
 from tests.kits.gpu.checks import CHECKS
@@ -26,6 +28,14 @@ from tests.kits.gpu.correctness import Case, Correctness, plan
 from tests.kits.gpu.launches import Launches
 from tests.kits.gpu.rows import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, WRONG, PartFile
 from tests.kits.gpu.table import format_kit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_fork_server() -> Iterator[None]:
+    """A process has one fork server. In a process of tests it stays that of `tests.fresh`, without this package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fresh._CONTEXT, "set_forkserver_preload", lambda modules: None)
+        yield
 
 
 @pytest.fixture(scope="module")
