@@ -38,7 +38,6 @@ from hf_posenc.schemes.statements import (
     STATED_METHODS,
     overrides,
     symmetric_by_methods,
-    with_own_methods,
     withdraw_statements,
 )
 
@@ -185,11 +184,19 @@ class Part(nn.Module):
         cls._stated_about = {name: getattr(cls, name, None) for name in STATED_METHODS}
 
     def check_statements(self) -> None:
-        """Withdraws statements about methods that were set after the class was made, on the class or on this part."""
+        """Withdraws statements about methods that were set on the class after it was made.
+
+        Raises:
+            TypeError: for methods that were set on this part. Faster ways ask its class.
+        """
         kind: Any = type(self)
-        if not STATED_METHODS.isdisjoint(vars(self)):
-            self.__class__ = with_own_methods(self)
-        elif kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
+        own = STATED_METHODS.intersection(vars(self))
+        if own:
+            raise TypeError(
+                f"A {kind.__name__} has its own {min(own)!r}, set on the object and not on its class. Faster ways to "
+                f"compute it would ignore this. Define the method in a subclass of {kind.__name__}."
+            )
+        if kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
             kind._withdraw_statements()
 
     def check_cache(self, cached_length: int, total_length: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 #: The methods of a map of queries and keys.
 MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
@@ -44,17 +42,3 @@ def symmetric_by_methods(kind: type) -> bool:
     names = ("map_query", "map_key", "symmetric")
     query, key, stated = (next(i for i, one in enumerate(kind.__mro__) if name in vars(one)) for name in names)
     return query == key or min(query, key) >= stated
-
-
-def with_own_methods(part: object) -> type:
-    """A subclass for a part with methods of its own, which overrides them.
-
-    Some statements are properties, which only a class can replace.
-    """
-    kind = type(part)
-    own = [name for name in STATED_METHODS.intersection(vars(part)) if callable(getattr(kind, name, None))]
-    return type(kind.__name__, (kind,), {name: _copy_of(getattr(kind, name)) for name in own}) if own else kind
-
-
-def _copy_of(method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: method(*arguments, **options)

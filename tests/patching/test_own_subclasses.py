@@ -77,11 +77,11 @@ class OwnConfig(OuterConfig):
         kind: Any = type(part)
         if self.place in ("class", "mixin"):
             part.__class__ = without(kind, self.method, self.place == "mixin")
-        elif self.place == "made class":
+        elif self.place == "part":
+            part.forward = MethodType(nothing(kind, "forward")["forward"], part)
+        else:
             part.__class__ = made = type("Own", (kind,), {})
             made.forward = nothing(kind, "forward")["forward"]  # type: ignore[attr-defined]
-        else:
-            part.forward = MethodType(nothing(kind, "forward")["forward"], part)
         return parts
 
 
@@ -108,7 +108,7 @@ ROWS: list[tuple[Any, Any]] = [
     (as_scheme([OwnConfig("alibi"), "forget_gate"]), "forget_gate"),
     (as_scheme([OwnConfig(GATES), "forget_gate"]), "forget_gate"),
     (as_scheme([OwnConfig("repo"), "alibi"]), "alibi"),
-    *((OwnConfig("forget_gate", place=place), "none") for place in ("mixin", "made class", "part")),
+    *((OwnConfig("forget_gate", place=place), "none") for place in ("mixin", "made class")),
     *((OwnConfig(inner, "rotated"), "none") for inner in ("repo", "grape_m", "selective_rope")),
     *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
     *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
@@ -266,6 +266,11 @@ def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
     # As many rows and tokens as heads, which torch would broadcast.
     with pytest.raises(ValueError, match=rf"^Own returned the shape \(.*; expected {re.escape(shape)}\.$"):
         model(tokens(4, 4))
+
+
+def test_a_method_that_is_set_on_a_part_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"has its own 'forward', set on the object.*Define the method in a subclass"):
+        patch_model(ARCHITECTURES["llama_gqa"].build(), OwnConfig("forget_gate", place="part"))
 
 
 def test_a_subclass_needs_its_own_name() -> None:
