@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_posenc.attention.block_attention import AttentionCall, attention_with_matrix, autocast_inputs, for_kernel
+from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, for_kernel
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
-from hf_posenc.attention.by_blocks import attention_by_blocks
+from hf_posenc.attention.by_blocks import MatrixAttention, attention_by_blocks
 from hf_posenc.attention.divided import DividedForm, divided_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import (
@@ -46,8 +46,6 @@ from hf_posenc.attention.forms import (
     FusedForm,
     RowsForm,
     SeparableForm,
-    has_shared_rows,
-    masked_rows,
 )
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.errors import UnsupportedError
@@ -97,11 +95,15 @@ def attend_with_bias(
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
     decodes = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64 and not exporting()
-    stock = getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
-    if decodes and stock:  # Calls cost more than the computation.
+    if decodes and is_stock_sdpa(function):  # Calls cost more than the computation.
         return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
     call = AttentionCall(implementation or "eager", function, attention_mask, args, kwargs)
     return attention_with(call, form, module, query, key)(module, query, key, value)
+
+
+def is_stock_sdpa(function: Function) -> bool:
+    """Whether a function is transformers' own sdpa, outside of function transforms."""
+    return getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
 
 
 def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor) -> Attention:
@@ -246,9 +248,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         return functools.partial(_attend_dense, call, form)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
-        rows = functools.partial(masked_rows, form, mask, causal, 0, query.shape[2], key.shape[2])
-        may_be_empty = mask is not None and mask.dtype != torch.bool
-        return attention_with_matrix(rows, lambda: has_shared_rows(form), call.scaling(query), may_be_empty)
+        return MatrixAttention(call, form, causal, query, key)
     by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
     if not isinstance(form, DividedForm) or not causal:
         return by_blocks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.errors import UnsupportedError
@@ -69,22 +69,6 @@ def block_attention(
     else:
         output = _forward(query, key, value, bias, scaling)
     return output.transpose(1, 2)
-
-
-def attention_with_matrix(
-    rows: Callable[[Tensor], Tensor], is_shared: Callable[[], bool], scaling: float, may_be_empty: bool
-) -> Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, None]]:
-    """Attention with all rows of a bias at once: `rows` computes them for a query, and layers may share them."""
-    known: list[Tensor] = []
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        query, key, value = autocast_inputs(query, key, value)
-        bias = known[0] if known else rows(query)
-        if not known and is_shared():
-            known.append(bias)
-        return block_attention(query, key, value, bias, scaling, may_be_empty), None
-
-    return attention
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:

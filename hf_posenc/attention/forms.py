@@ -343,11 +343,16 @@ def masked_rows(
         # Converted before there is a number for every pair. The sum with an additive mask may be too small for float16.
         form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
-    own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
-    if own is not None:
-        # Not a sum, because a scheme may compute any number for hidden pairs.
-        bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
+    bias = with_mask(bias, mask_of_rows(mask, causal, start, stop, seen, bias.device))
     return for_kernel(bias, query) if converts else bias
+
+
+def with_mask(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A bias with the smallest number at hidden pairs. An additive mask is added."""
+    if mask is None or mask.dtype != torch.bool:
+        return bias if mask is None else bias + mask
+    # Not a sum, because a scheme may compute any number for hidden pairs.
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
 def mask_of_rows(

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import unpatch_model
+from hf_posenc.patching.anatomy.weights import parameter_count
 from hf_posenc.patching.inspection import native_scheme_of, resolve_native
 from hf_posenc.patching.patch import place_scheme, with_native_options
-from hf_posenc.patching.place.encoding import parameter_count, scheme_in_part
+from hf_posenc.patching.place.encoding import scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import plain_model
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig

@@ -337,7 +337,7 @@ class AttentionPairs:
 
         Otherwise the value would be a large tensor of all pairs, stored until the forward call ends.
         """
-        if not self.is_small:
+        if self.query_slots.shape[0] != 1 and not self.is_small:
             return compute()
         return self.keys.remembered(name, compute, self.keys.ids, self.query_slots)
 

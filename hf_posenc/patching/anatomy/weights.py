@@ -369,3 +369,8 @@ def check_entry(entry: Any) -> None:
     if not sizes or not isinstance(entry.get("values"), str) or entry.get("dtype", "float32") not in dtypes:
         raise ValueError(f"{entry!r} lacks a valid shape, values or dtype")
     _decode(entry)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Number of trainable scalars."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -25,6 +26,7 @@ from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordina
 from hf_posenc.patching.call.paged_requests import heads_first
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
+from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
@@ -43,6 +45,8 @@ class LayerCall:
             it updates the cache itself.
         rotated: what was returned in place of a rotary function, `(batch, heads, query_len, width)` each: the query, or
             query and key of a function that is called for one tensor at a time.
+        pairs: the queries and keys of which the bias was computed, if it was computed for pairs.
+        form: the bias, once it is known.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
         rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
@@ -58,6 +62,8 @@ class LayerCall:
     rotated: tuple[Tensor, ...] = ()
     key_features: Tensor | None = None
     rotation: RotationFactors | None = None
+    pairs: AttentionPairs | None = None
+    form: BiasForm | None = None
     next_token: int = 0
 
     def of_tokens(self, state: ForwardState, hidden_states: Tensor) -> LayerCall:

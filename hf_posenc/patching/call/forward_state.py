@@ -159,14 +159,17 @@ class ForwardState:
 
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
-        key, device = ("own", id(part), self.device, torch.is_grad_enabled()), self.device
+        device = self.device
+        if not part._modules:  # Most parts have no submodules, and every layer asks.
+            for weight in (*part._parameters.values(), *part._buffers.values()):
+                if weight is not None and weight.device != device:
+                    break
+            else:
+                return part
+        key = ("own", id(part), device, torch.is_grad_enabled())
         found: PartType | None = self.scratch.get(key)
         if found is None:
-            moves = False
-            # Most parts have no submodules, and every layer asks.
-            for one in part.modules() if part._modules else (part,):
-                for weight in (*one._parameters.values(), *one._buffers.values()):
-                    moves = moves or (weight is not None and weight.device != device)
+            moves = any(weight.device != device for weight in (*part.parameters(), *part.buffers()))
             found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
         return found
 

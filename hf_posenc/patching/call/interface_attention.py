@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
+from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with, is_stock_sdpa
 from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.blockwise import SIZES
+from hf_posenc.attention.by_blocks import MatrixAttention
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
@@ -30,6 +32,7 @@ from hf_posenc.patching.call.attention_site import (
     without_batch,
 )
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
 from hf_posenc.patching.call.paged_requests import EAGER, PAGES, PREFIX, attend_pages, read_pages
@@ -218,12 +221,22 @@ class InterfaceAttention(Rebound, AttentionSite):
         call = self.calls.top
         assert call is not None
         call.attended = True
+        arguments: tuple[Any, ...] = ()
+        if self.encoding.kind is not None and not args:
+            settings = (function, attention_mask, getattr(self.module, "is_causal", None), torch.is_grad_enabled())
+            arguments = (*settings, query.shape, key.shape, query.dtype, kwargs)
+            checked = call.state.scratch.get(self.encoding.kind)
+            if checked is not None and checked.is_like(call, arguments):
+                return checked.attend(self, call, query, key, value)
         split = call.state.sequence is not None and self.encoding.logit_bias is not None
         if self.encoding.repeats_bias and not split and not self.runtime.layout.has_axes and not exporting():
             mapped = self.encoding.query_key_map is None or call.rotations
             if mapped and not args and kwargs.get(PAGES) is None:
                 attention = self._shared_attention(call, implementation, function, query, key, attention_mask, kwargs)
-                return attention(self.module, query, key, value)
+                output = attention(self.module, query, key, value)
+                if arguments:
+                    self._note_checks(call, arguments, query, key, lambda: attention)
+                return output
         if self.runtime.layout.has_axes:
             call = call.of_next(query.shape[2])
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
@@ -246,7 +259,37 @@ class InterfaceAttention(Rebound, AttentionSite):
             return attend_split(self, call, kernel)
         if paged and self.encoding.reads_pages:
             return attend_pages(self._attend, call, kernel)
-        return self._attend(call, kernel)
+        output = self._attend(call, kernel)
+        if arguments and call.form is not None and not (paged or self.runtime.layout.has_axes):
+            decide = functools.partial(attention_with, kernel, call.form, self.module, query, key)
+            self._note_checks(call, arguments, query, key, decide)
+        return output
+
+    def _note_checks(
+        self, call: LayerCall, arguments: tuple[Any, ...], query: Tensor, key: Tensor, decide: Callable[[], Attention]
+    ) -> None:
+        """Notes what this layer has checked, if layers like it only have to compute the rows of their bias.
+
+        These are handed to transformers' own sdpa as a mask for a single new token, and to a kernel for a short text.
+        """
+        function, mask, _, has_gradients, *_, dtype, kwargs = arguments
+        special = dtype == torch.float64 or kwargs.get("scaling") is None or call.state.sequence is not None
+        special = special or (self.encoding.query_key_map is not None and not call.rotations)
+        if special or traced() or torch._C._is_any_autocast_enabled():
+            return
+        checked = CheckedLayer(call, arguments)
+        if query.shape[2] == 1:
+            if mask is not None or has_gradients or not is_stock_sdpa(function):
+                return
+        else:
+            short = query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
+            attention = decide() if short else None
+            if not isinstance(attention, MatrixAttention):
+                return
+            checked.matrix = attention
+            if attention.known is not None:
+                checked.rows[id(self.encoding.summands[0])] = attention.known
+        call.state.scratch[self.encoding.kind] = checked
 
     def _shared_attention(
         self,
@@ -324,6 +367,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self.factors_before(factor))
                 bias = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
+                call.form = bias
                 attend = functools.partial(attend_with_bias, kernel.name, attend, bias)
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)

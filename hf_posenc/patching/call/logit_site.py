@@ -39,7 +39,13 @@ from hf_posenc.schemes.parts import (
     Part,
     SeparableBias,
 )
-from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
+from hf_posenc.schemes.positions import (
+    AttentionPairs,
+    KeptValues,
+    Positions,
+    assert_in_graph,
+    traced,
+)
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
@@ -119,11 +125,11 @@ class LogitSite(PlacedForward):
             if rotated and summand.rotates_heads:
                 continue
             if isinstance(summand, DistanceBias):
-                forms.append(self._distance_form(summand, state, query, key, mask, folds))
+                forms.append(self.distance_form_of(summand, state, query, key, mask, folds))
                 continue
             if not pairs:
                 check_cache(bias, state)
-                whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
+                call.pairs = whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
                 pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, state, pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
@@ -172,9 +178,10 @@ class LogitSite(PlacedForward):
             call.rotation = rotation.factors(features, call.state.positions(), key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
 
-    def _distance_form(
+    def distance_form_of(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
     ) -> BiasForm:
+        """The form of a distance bias, for the arguments of `bias`; layers with the same part share it."""
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
 
         def find() -> tuple[int | Tensor, bool | Tensor]:

@@ -59,6 +59,7 @@ class LayerEncoding:
         head_dim: width of the heads the scores are computed from.
         num_cached_heads: number of key heads that the layer caches; `None` for all of them.
         shard: the heads of this process, if several processes share the layer (tensor parallelism).
+        kind: a number of the layers of a stack whose parts differ in their weights only; `None` if each stands alone.
     """
 
     query_key_map: QueryKeyMap | None
@@ -70,16 +71,17 @@ class LayerEncoding:
     head_dim: int
     num_cached_heads: int | None = None
     shard: HeadShard | None = None
+    kind: int | None = None
 
     @classmethod
-    def of(cls, parts: SchemeParts, attention: AttentionLayer) -> LayerEncoding:
+    def of(cls, parts: SchemeParts, attention: AttentionLayer, kind: int | None = None) -> LayerEncoding:
         """The parts at a layer."""
         shape = (attention.num_heads, attention.num_key_value_heads, attention.head_dim, attention.num_cached_heads)
-        return cls(parts.query_key_map, parts.logit_bias, parts.logit_scale, attention.causal, *shape)
+        return cls(parts.query_key_map, parts.logit_bias, parts.logit_scale, attention.causal, *shape, kind=kind)
 
-    def exchange(self, **parts: Part | None) -> None:
-        """Sets other parts, by the names of their fields."""
-        self.__dict__.update(parts)
+    def exchange(self, **fields: Any) -> None:
+        """Sets other parts, by the names of the fields."""
+        self.__dict__.update(fields)
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -120,6 +122,8 @@ class LayerEncoding:
         )
         #: A value that is equal for layers with the same parts and heads.
         self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
+        if len(summands) != 1 or not rotates or again or self.zero_below or self.rotates_by_input or self.shard:
+            self.kind = None
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
         #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.
@@ -164,6 +168,7 @@ class StackEncoding(nn.Module):
 
     def _build(self, config: SchemeConfig, stack: Stack) -> None:
         additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
+        kinds: dict[Hashable, int] = {}
         for attention in stack.attentions:
             layer_config = config
             if isinstance(config, LayeredConfig):
@@ -176,7 +181,9 @@ class StackEncoding(nn.Module):
                 environment.refuse(needs_of(parts), f"the scheme {layer_config.label!r} in {layer}")
             stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
-            self.layers.append(LayerEncoding.of(parts, attention))
+            self.layers.append(
+                LayerEncoding.of(parts, attention, kinds.setdefault((layer_config, context), len(kinds)))
+            )
         scheme = config.within_and_across()[1]
         if scheme is not None:
             found = cross_parts(scheme, stack, self._parts)
@@ -394,11 +401,6 @@ def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
     return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)
-
-
-def parameter_count(module: nn.Module) -> int:
-    """Number of trainable scalars."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def build_encoding(

@@ -18,7 +18,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
-from hf_posenc.patching.anatomy.weights import computed_buffers, samples
+from hf_posenc.patching.anatomy.weights import computed_buffers, parameter_count, samples
 from hf_posenc.patching.call.cache_checks import refuse_in_stock
 from hf_posenc.patching.call.runtime import unwrap_checkpointing
 from hf_posenc.patching.forwards import refuse_foreign_forward
@@ -30,7 +30,6 @@ from hf_posenc.patching.place.encoding import (
     current_encoding,
     encodings,
     is_length_dependent,
-    parameter_count,
 )
 from hf_posenc.patching.place.generation import (
     CheckedContinuousBatching,

@@ -78,17 +78,17 @@ def readers_of(anatomy: Anatomy, part: str) -> list[nn.Module]:
 @contextmanager
 def _recording(layers: list[LayerEncoding], biases: bool) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
     """Wraps the maps and biases of layers in recorders inside a `with` block; without `biases`, these do not act."""
-    before = [(layer.query_key_map, layer.logit_bias) for layer in layers]
-    recorders = [(_RecordingMap(rotation), _RecordingBias()) for rotation, _ in before]
+    before = [(layer.query_key_map, layer.logit_bias, layer.kind) for layer in layers]
+    recorders = [(_RecordingMap(rotation), _RecordingBias()) for rotation, *_ in before]
     try:
         for layer, (recording, recorder) in zip(layers, recorders, strict=True):
             bias = layer.logit_bias if biases else None
             recorded = recorder if bias is None else SummedPairwiseBias([bias, recorder])
-            layer.exchange(query_key_map=recording, logit_bias=recorded)
+            layer.exchange(query_key_map=recording, logit_bias=recorded, kind=None)
         yield recorders
     finally:
         for layer, parts in zip(layers, before, strict=True):
-            layer.exchange(query_key_map=parts[0], logit_bias=parts[1])
+            layer.exchange(query_key_map=parts[0], logit_bias=parts[1], kind=parts[2])
 
 
 def recorded_heads(

@@ -95,11 +95,11 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         check_whole_positions(pairs.keys, "The learned table of disentangled", "Use integer positions.")
         rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
         if self.query_weight is not None:
-            table = self.query_weight[:, occurring].float()
+            table = self.query_weight.narrow(1, *occurring).float()
             of_keys = select_rows_of_keys(pairs.expanded_key.float(), table, rows)
         if self.key_weight is None:
             return of_keys * pairs.key_scaling
-        products = pairs.query.float() @ self.key_weight[:, occurring].float().transpose(-1, -2)
+        products = pairs.query.float() @ self.key_weight.narrow(1, *occurring).float().transpose(-1, -2)
         of_queries = select_rows(products, rows) * pairs.query_scaling
         return of_queries if self.query_weight is None else plus(of_queries, of_keys, pairs.key_scaling)
 

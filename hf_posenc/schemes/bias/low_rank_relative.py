@@ -51,7 +51,7 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
         mixture = mixture.unflatten(-1, (self.num_heads, -1))
         window = self.profiles.shape[-1]
         rows, occurring = clipped_rows(pairs, 0, window - 1, back=True)
-        products = (mixture @ self.profiles[:, occurring].float()).transpose(1, 2)
+        products = (mixture @ self.profiles.narrow(1, *occurring).float()).transpose(1, 2)
         bias = select_rows(products, rows)
         outside = pairs.remembered(f"outside {window}", lambda: (pairs.distance > 0) | (pairs.distance <= -window))
         return bias.masked_fill(outside.unsqueeze(1), 0.0)

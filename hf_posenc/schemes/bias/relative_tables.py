@@ -36,18 +36,18 @@ def check_whole_positions(keys: Positions, owner: str, remedy: str) -> None:
 
 def clipped_rows(
     pairs: AttentionPairs, first: int, last: int, back: bool = False, buckets: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, slice]:
+) -> tuple[Tensor, tuple[int, int]]:
     """Rows for `select_rows`, in a table of the distances, or `buckets` of them, `first` to `last`.
 
-    With `back`, distances are those from key to query. The second result is the part of the table whose rows can occur.
-    The rows are counted from its first.
+    With `back`, distances are those from key to query. The second result is the part of the table whose rows can occur:
+    its first row, from which the rows are counted, and the number of its rows.
     """
 
-    def find() -> tuple[Tensor, slice]:
+    def find() -> tuple[Tensor, tuple[int, int]]:
         nearest, farthest = pairs.occurring(first, last, buckets)
         distance = -pairs.distance if back else pairs.distance
         rows = (distance if buckets is None else buckets(distance)).clamp(nearest, farthest) - nearest
-        return rows, slice(nearest - first, farthest - first + 1)
+        return rows, (nearest - first, farthest - nearest + 1)
 
     return pairs.remembered(("rows", first, last, back, buckets), find)
 
@@ -63,6 +63,8 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
         `(batch, heads, query_len, key_len)`.
     """
     same = leading_keys_of_one_row(rows)
+    if same == 0 and rows.shape[0] == rows.shape[1] == 1:
+        return products.index_select(-1, rows.view(-1))  # A single launch for a single token.
     near = rows if same == 0 else rows[..., same:]
     selected = products.gather(-1, near.unsqueeze(1).expand(*products.shape[:2], -1, -1))
     if same == 0:

@@ -51,7 +51,7 @@ class ShawBias(NativeTable, PairwiseBias):
             pairs.keys, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
         rows, occurring = clipped_rows(pairs, -self.behind, self.ahead)
-        products = pairs.query.float() @ self.weight[..., occurring, :].float().transpose(-1, -2)
+        products = pairs.query.float() @ self.weight.narrow(-2, *occurring).float().transpose(-1, -2)
         return select_rows(products, rows) * pairs.query_scaling
 
 

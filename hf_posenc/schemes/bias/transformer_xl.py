@@ -83,7 +83,7 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
             pairs.keys, "transformer_xl with a clamp_length", "Use integer positions, or clamp_length=None."
         )
         rows, occurring = clipped_rows(pairs, -clamp_length, clamp_length, back=True)
-        distances = torch.arange(-clamp_length, clamp_length + 1, device=query.device)[occurring]
+        distances = torch.arange(-clamp_length, clamp_length + 1, device=query.device).narrow(0, *occurring)
         table = projection @ sinusoidal_vectors(distances, self._frequencies).transpose(0, 1)
         return select_rows(query @ table, rows)
 

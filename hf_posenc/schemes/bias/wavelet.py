@@ -49,7 +49,7 @@ class WaveletBias(PairwiseBias):
         if pairs.keys.ids.is_floating_point():
             return self._at_real_distances(query, -pairs.distance) * pairs.query_scaling
         rows, occurring = clipped_rows(pairs, self.first, self.last, back=True)
-        products = nn.functional.linear(query, self._table.on(query.device)[occurring])
+        products = nn.functional.linear(query, self._table.on(query.device).narrow(0, *occurring))
         # The factor may have the shape of the logits, so it is not one of the query.
         return select_rows(products, rows) * pairs.query_scaling
 
