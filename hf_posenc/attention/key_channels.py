@@ -10,7 +10,7 @@ kernels of GPUs read keys in such units, also where keys are a view of what the 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Size of a unit, in bytes.
 _UNIT = 16
@@ -51,7 +51,7 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
         channels.append(rest.to(key.dtype))
     numbers = grouped.shape[-1]
     if missing := num_channels(numbers, key.dtype) - numbers * len(channels):
-        channels.append(key.new_zeros(()).expand(*grouped.shape[:-1], missing))
+        channels[-1] = nn.functional.pad(channels[-1], (0, missing))
     return torch.cat((key, *channels), dim=-1)
 
 

@@ -275,6 +275,7 @@ def test_keys_that_all_find_in_one_row(start: int, monkeypatch: pytest.MonkeyPat
 )
 def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host knows the greatest position or can read it: a table for 12 tokens has at most 23 rows."""
+    monkeypatch.setattr(relative_tables, "_FEW_ROWS", 0)
     bias, rows = build(config, **PLACE).logit_bias, []
     redraw(bias, std=1.0)
     pairs = dataclasses.replace(some_pairs(0, 12), hidden_states=torch.randn(2, 12, HIDDEN))

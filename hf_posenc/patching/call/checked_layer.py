@@ -8,14 +8,15 @@ them decides for all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import for_kernel
 from hf_posenc.attention.by_blocks import MatrixAttention
-from hf_posenc.attention.forms import SeparableForm
+from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.patching.call.attention_site import LayerCall
+from hf_posenc.patching.call.logit_site import kept_row
 from hf_posenc.schemes.parts import SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, gradients_may_be_shared
 
@@ -62,7 +63,9 @@ class CheckedLayer:
             key: `(batch, key_value_heads, key_len, width)`, mapped.
             value: `(batch, key_value_heads, key_len, value_dim)`.
         """
-        rows = self._rows(site, call, query, key)
+        rows, scale = self._rows(site, call, query, key), site.encoding.logit_scale
+        if scale is not None:
+            query = query * cast("float", scale.factor_of_all)
         if self.matrix is not None:
             return self.matrix.with_rows(rows, query, key, value)
         return self.arguments[0](site.module, query, key, value, rows, **self.arguments[-1])
@@ -70,20 +73,27 @@ class CheckedLayer:
     def _rows(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)`: the bias, as the kernel takes it."""
         bias: Any = site.encoding.summands[0]
-        like = self.call.pairs
+        like, scale = self.call.pairs, site.encoding.logit_scale
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        own = call.state.own(bias)
         if like is None:
-            rows = site.distance_form_of(own, call.state, query, key, self.arguments[1], folds=False).rows()
+            by_slots = self.matrix is None and isinstance(self.call.form, DistanceForm)
+            kept = kept_row(bias, call.state, key.shape[2]) if by_slots else None
+            if kept is not None:
+                rows = kept[0]
+            else:
+                rows = site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
         else:
+            own = call.state.own(bias)
             inputs = (call.hidden_states, call.key_features, *site.factors_before(like.scaling))
             pairs = AttentionPairs(query, key, like.query_slots, like.keys, like.scaling, *inputs)
             separable = isinstance(own, SeparableBias) and own.separable
             rows = SeparableForm(own.key_terms(pairs), like.query_slots).rows() if separable else own(pairs)
+        if scale is not None:
+            rows = rows * cast("float", scale.factor_of_all)
         rows = for_kernel(rows, query) if self.matrix is None else self.matrix.masked(rows)
-        repeats = like is None or not own.reads_content
+        repeats = like is None or not bias.reads_content
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
             self.rows[id(bias)] = rows
         return rows

@@ -323,6 +323,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
         form = self.bias(call, query, key, self.default_scaling, mask=mask, folds="flash" in (implementation or ""))
+        call.form = form
         attention = attention_with(
             AttentionCall(implementation or EAGER, function, mask, (), kwargs), form, module, query, key
         )

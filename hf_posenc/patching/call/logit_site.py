@@ -202,8 +202,9 @@ class LogitSite(PlacedForward):
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
         def compute() -> DistanceForm:
-            row = _cached_row(bias, state, key_length) if query_length == 1 else None
-            form = row or distance_form(state.own(bias), offset, query_length, key_length, device)
+            row = kept_row(bias, state, key_length) if query_length == 1 else None
+            form = row and DistanceForm(row[0][0, :, 0], 1, key_length, row[1])
+            form = form or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
                 form = dataclasses.replace(form, of_layers=state.may_be_of_layers("form"))
             return form
@@ -338,12 +339,12 @@ class LogitSite(PlacedForward):
         return offset, first
 
 
-def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> DistanceForm | None:
+def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[Tensor, Tensor | None] | None:
     """The bias of a single query that is the newest token, from values of twice the length that a cache keeps.
 
     Returns:
-        `None` if values cannot be kept: with gradients, in a compiled graph, without a cache, or if there are keys
-        after the query, as in a static cache.
+        `(1, heads, 1, key_len)`, and the slopes if it has any. `None` if values cannot be kept: with gradients, in a
+        compiled graph, without a cache, or if there are keys after the query, as in a static cache.
     """
     kept: KeptValues | None = state.memo.get(KeptValues)
     if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
@@ -352,11 +353,12 @@ def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dis
     def compute() -> tuple[Tensor, Tensor | None]:
         own = state.own(bias)
         distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
-        return own(distances).contiguous(), own.slopes_behind(distances.device) if own.states_slopes else None
+        rows = own(distances).contiguous()[None, :, None]
+        return rows, own.slopes_behind(distances.device) if own.states_slopes else None
 
     name = f"bias on {state.device}"
     values, slopes = kept.of(bias, name, compute, lambda known: known[0].shape[-1] >= key_length)
-    return DistanceForm(values[:, values.shape[-1] - key_length :], 1, key_length, slopes)
+    return values.narrow(-1, values.shape[-1] - key_length, key_length), slopes
 
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) -> BiasForm:

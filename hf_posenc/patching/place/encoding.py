@@ -122,8 +122,10 @@ class LayerEncoding:
         )
         #: A value that is equal for layers with the same parts and heads.
         self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
-        if len(summands) != 1 or not rotates or again or self.zero_below or self.rotates_by_input or self.shard:
-            self.kind = None
+        hides = pairwise is not None and pairwise.hides_pairs
+        scales = self.logit_scale is not None and (self.logit_scale.factor_of_all is None or hides)
+        special = scales or self.widens_heads or again or self.zero_below or self.rotates_by_input or self.shard
+        self.kind = None if special or len(summands) != 1 else self.kind
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
         #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.

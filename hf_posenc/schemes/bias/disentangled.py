@@ -13,7 +13,7 @@ from hf_posenc.schemes.bias.relative_tables import (
     check_whole_positions,
     clipped_rows,
     plus,
-    select_rows,
+    products_of_rows,
     select_rows_of_keys,
 )
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
@@ -99,8 +99,7 @@ class DisentangledBias(NormalWeights, PairwiseBias):
             of_keys = select_rows_of_keys(pairs.expanded_key.float(), table, rows)
         if self.key_weight is None:
             return of_keys * pairs.key_scaling
-        products = pairs.query.float() @ self.key_weight.narrow(1, *occurring).float().transpose(-1, -2)
-        of_queries = select_rows(products, rows) * pairs.query_scaling
+        of_queries = products_of_rows(self, pairs, self.key_weight, rows, occurring)
         return of_queries if self.query_weight is None else plus(of_queries, of_keys, pairs.key_scaling)
 
 

@@ -63,12 +63,36 @@ class FireBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        inputs = self.normalized_distance(pairs)
-        lines, corners = pairs.keys.kept(self, "pieces", self.pieces)
-        piece = torch.bucketize(inputs.detach(), corners)
-        # One table row for all pairs of a linear piece, with heads first.
-        slope, offset = lines.index_select(2, piece.flatten()).unflatten(2, piece.shape).unbind(0)
-        return torch.addcmul(offset, slope, inputs).transpose(0, 1)
+        row = self._row_before_threshold(pairs)
+        if row is not None:
+            return row
+        pieces = pairs.keys.kept(self, "pieces", self.pieces)
+        return _of_pieces(self.normalized_distance(pairs), *pieces).transpose(0, 1)
+
+    def _row_before_threshold(self, pairs: AttentionPairs) -> Tensor | None:
+        """The bias of a single query before the threshold, a function of the distance whose values a cache keeps.
+
+        `None` for other queries.
+        """
+        bound = pairs.keys.bound()
+        if bound is None or len(pairs.query_slots) > 1 or not self.causal or torch.is_grad_enabled():
+            return None
+        if pairs.keys.ids.is_floating_point():
+            return None
+
+        def compute() -> tuple[Tensor, bool]:
+            c, threshold = self.c.float().abs(), self.threshold
+            count = int(min(2.0 * bound, float(threshold) + 1))
+            steps = torch.arange(count, device=c.device)
+            inputs = torch.log1p(c * steps) / (torch.log1p(c * threshold) + self.config.epsilon)
+            return _of_pieces(inputs, *self.pieces()), count < 2 * bound
+
+        values, _ = pairs.keys.kept(self, "distances", compute, lambda known: known[1] or known[0].shape[-1] >= bound)
+        if values.shape[-1] < bound:
+            return None
+        # Padding counts as far away.
+        steps = pairs.remembered("known steps", lambda: pairs.distance.abs().clamp(max=bound - 1))
+        return values.index_select(-1, steps.flatten()).view(-1, *steps.shape).transpose(0, 1)
 
     def network(self, inputs: Tensor) -> Tensor:
         """Evaluates `f` directly: `(...)` -> `(..., heads)` in float32."""
@@ -95,6 +119,14 @@ class FireBias(PairwiseBias):
         values = self.output_weight.float() * torch.stack((weight, bias)).unsqueeze(1)
         constants = nn.functional.pad(self.output_bias.float().unsqueeze(0), (0, 0, 1, 0)).unsqueeze(-1)
         return torch.baddbmm(constants, values, acts.expand(2, -1, -1)), corners
+
+
+def _of_pieces(inputs: Tensor, lines: Tensor, corners: Tensor) -> Tensor:
+    """`(heads, *inputs.shape)`: the piecewise linear function of `FireBias.pieces` at some inputs."""
+    piece = torch.bucketize(inputs.detach(), corners)
+    # One table row for all pairs of a linear piece, with heads first.
+    slope, offset = lines.index_select(2, piece.flatten()).unflatten(2, piece.shape).unbind(0)
+    return torch.addcmul(offset, slope, inputs)
 
 
 @register_scheme

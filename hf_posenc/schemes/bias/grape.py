@@ -43,21 +43,26 @@ class GrapeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        slope = softplus(self.rate.float()) * self._slopes.on(pairs.query.device)
+        slope, of_keys, of_queries = pairs.keys.kept(self, "weights", self._weights)
         gate: Tensor | float = 0.0
-        if self.direction is not None:
-            gate = self._gate(pairs.expanded_key, self.direction).unsqueeze(-2)
-        if self.query_direction is not None:
-            gate = gate + self._gate(pairs.query, self.query_direction).unsqueeze(-1)
-        return -pairs.steps.unsqueeze(1) * (slope.view(-1, 1, 1) * gate)
+        if of_keys is not None:
+            gate = softplus(pairs.expanded_key.float() @ of_keys).transpose(-1, -2)
+        if of_queries is not None:
+            gate = gate + softplus(pairs.query.float() @ of_queries)
+        return pairs.steps.unsqueeze(1) * (slope * gate)
 
-    def _gate(self, heads: Tensor, direction: Tensor) -> Tensor:
-        """`(batch, heads, length)` float32 of queries or keys."""
+    def _weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Minus the slopes, `(heads, 1, 1)`, and the directions of keys and queries, `(heads, head_dim, 1)` float32."""
+        slope = -softplus(self.rate.float()) * self._slopes.on(self.rate.device)
+        return slope.view(-1, 1, 1), self._unit(self.direction), self._unit(self.query_direction)
+
+    def _unit(self, direction: Tensor | None) -> Tensor | None:
+        if direction is None:
+            return None
         direction = direction.float()
         if self.normalize:
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
-        products = (heads.float() * direction.unsqueeze(-2)).sum(dim=-1)
-        return softplus(products * heads.shape[-1] ** -0.5)
+        return (direction * direction.shape[-1] ** -0.5).unsqueeze(-1)
 
 
 @register_scheme

@@ -50,11 +50,11 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
         mixture = nn.functional.linear(pairs.hidden_states.float(), self.projection.float())
         mixture = mixture.unflatten(-1, (self.num_heads, -1))
         window = self.profiles.shape[-1]
-        rows, occurring = clipped_rows(pairs, 0, window - 1, back=True)
-        products = (mixture @ self.profiles.narrow(1, *occurring).float()).transpose(1, 2)
-        bias = select_rows(products, rows)
-        outside = pairs.remembered(f"outside {window}", lambda: (pairs.distance > 0) | (pairs.distance <= -window))
-        return bias.masked_fill(outside.unsqueeze(1), 0.0)
+        # A zero on either side, for later keys and for those beyond the window.
+        rows, (first, count) = clipped_rows(pairs, -1, window, back=True)
+        profiles = pairs.keys.kept(self, "profiles", lambda: nn.functional.pad(self.profiles.float(), (1, 1)))
+        profiles = profiles if count == window + 2 else profiles.narrow(1, first, count)
+        return select_rows((mixture @ profiles).transpose(1, 2), rows)
 
 
 @register_scheme

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
@@ -17,6 +17,8 @@ from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
 RICKER_SUPPORT = 7.0
 #: Maximum number of products of keys with all rows of a table that are stored at a time, 4 bytes each.
 _MOST_PRODUCTS = 2**23
+#: Up to this many rows, products with all of them cost less than selecting those that can occur.
+_FEW_ROWS = 64
 #: From this many on, it pays to look for keys that are far from all queries.
 _MANY_KEYS = 256
 
@@ -44,7 +46,8 @@ def clipped_rows(
     """
 
     def find() -> tuple[Tensor, tuple[int, int]]:
-        nearest, farthest = pairs.occurring(first, last, buckets)
+        few = last - first < _FEW_ROWS
+        nearest, farthest = (first, last) if few else pairs.occurring(first, last, buckets)
         distance = -pairs.distance if back else pairs.distance
         rows = (distance if buckets is None else buckets(distance)).clamp(nearest, farthest) - nearest
         return rows, (nearest - first, farthest - nearest + 1)
@@ -71,6 +74,41 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
         return selected
     row = int(rows[0, 0, 0])
     return torch.cat((products[..., row : row + 1].expand(-1, -1, -1, same), selected), dim=-1)
+
+
+def products_of_rows(
+    part: nn.Module, pairs: AttentionPairs, table: Tensor, rows: Tensor, occurring: tuple[int, int]
+) -> Tensor:
+    """The product of each query with the row of the pair in a table, times the layer's factor.
+
+    While tokens are decoded, a cache keeps the table as the product needs it.
+
+    Args:
+        part: the part that owns the table.
+        pairs: the queries and keys.
+        table: `(..., rows, head_dim)`.
+        rows: of `clipped_rows`.
+        occurring: of `clipped_rows`.
+
+    Returns:
+        `(batch, heads, query_len, key_len)` float32.
+    """
+    query, factor = pairs.query.float(), pairs.query_scaling
+    whole = occurring[1] == table.shape[-2]
+    if torch.is_grad_enabled() or isinstance(factor, Tensor):
+        used = (table if whole else table.narrow(-2, *occurring)).float().transpose(-1, -2)
+        if isinstance(factor, Tensor):  # It may have the shape of the logits.
+            return select_rows(query @ used, rows) * factor
+        return select_rows(query @ (used * factor), rows)
+    name = f"table {factor} {table.device}"
+    kept = pairs.keys.kept(part, name, lambda: table.float().transpose(-1, -2) * factor)
+    kept = kept if whole else kept.narrow(-1, *occurring)
+    batch, heads, length, width = query.shape
+    if length > 1 or kept.dim() > 2 or rows.shape[0] > 1:
+        return select_rows(query @ kept, rows)
+    # Torch would expand the table to a copy per head.
+    products = torch.mm(query.reshape(-1, width), kept)
+    return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, -1)
 
 
 def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:

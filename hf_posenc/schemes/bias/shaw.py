@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_positions,
     clipped_rows,
-    select_rows,
+    products_of_rows,
     sinusoidal_products,
     turn_frequencies,
 )
@@ -51,8 +51,7 @@ class ShawBias(NativeTable, PairwiseBias):
             pairs.keys, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
         rows, occurring = clipped_rows(pairs, -self.behind, self.ahead)
-        products = pairs.query.float() @ self.weight.narrow(-2, *occurring).float().transpose(-1, -2)
-        return select_rows(products, rows) * pairs.query_scaling
+        return products_of_rows(self, pairs, self.weight, rows, occurring)
 
 
 class SinusoidalShawBias(PairwiseBias):

@@ -67,7 +67,8 @@ class SwinBias(NativeTable, PairwiseBias):
 
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
         """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""
-        table = self.weight[: self.displacements].float().view(*self.size, -1)
+        table = self.weight[: self.displacements] if self.class_entries else self.weight
+        table = table.float() if self.axes == 1 else table.float().view(*self.size, -1)
         entries, sizes, start = tables_of_call(
             table, pairs.keys, where, self.resizing, table_size, self.grid, SwinConfig.name
         )

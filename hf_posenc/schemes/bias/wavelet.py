@@ -6,9 +6,14 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, clipped_rows, ricker_wavelets, select_rows
+from hf_posenc.schemes.bias.relative_tables import (
+    RICKER_SUPPORT,
+    clipped_rows,
+    products_of_rows,
+    ricker_wavelets,
+)
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
@@ -45,13 +50,10 @@ class WaveletBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        query = pairs.query.float()
         if pairs.keys.ids.is_floating_point():
-            return self._at_real_distances(query, -pairs.distance) * pairs.query_scaling
+            return self._at_real_distances(pairs.query.float(), -pairs.distance) * pairs.query_scaling
         rows, occurring = clipped_rows(pairs, self.first, self.last, back=True)
-        products = nn.functional.linear(query, self._table.on(query.device).narrow(0, *occurring))
-        # The factor may have the shape of the logits, so it is not one of the query.
-        return select_rows(products, rows) * pairs.query_scaling
+        return products_of_rows(self, pairs, self._table.on(pairs.query.device), rows, occurring)
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""
