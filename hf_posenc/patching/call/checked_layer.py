@@ -46,8 +46,6 @@ class CheckedLayer:
         like = self.call
         if call.state is not like.state or call.rotations != like.rotations:
             return False
-        if (call.key_features is None) != (like.key_features is None):
-            return False
         try:
             return arguments == self.arguments
         except RuntimeError:
@@ -86,6 +84,7 @@ class CheckedLayer:
                 rows = site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
         else:
             own = call.state.own(bias)
+            site.find_features(call, query.shape[2], key.shape[2])
             inputs = (call.hidden_states, call.key_features, *site.factors_before(like.scaling))
             pairs = AttentionPairs(query, key, like.query_slots, like.keys, like.scaling, *inputs)
             separable = isinstance(own, SeparableBias) and own.separable

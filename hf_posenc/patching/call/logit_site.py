@@ -80,6 +80,22 @@ class LogitSite(PlacedForward):
             subject = f"the scheme of {type(self.module).__name__} ({queries} queries, {keys} keys)"
             POOLED_PATCHES.refuse(self.encoding.needs(), subject)
 
+    def find_features(self, call: LayerCall, query_length: int, key_length: int) -> None:
+        """Computes the features of the keys unless the cache had them. Without a cache the new keys are all there are.
+
+        Raises:
+            UnsupportedError: if there are cached keys.
+        """
+        if not self.encoding.num_features or call.key_features is not None or call.rotation is not None:
+            return
+        if key_length != query_length:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has {key_length} keys for {query_length} queries, but they did not "
+                f"pass through a cache whose update can be intercepted, and {type(self.encoding.logit_bias).__name__} "
+                "has to cache features of each key. Use use_cache=False."
+            )
+        call.key_features = self.new_features(call)
+
     def new_features(self, call: LayerCall) -> Tensor:
         """`(batch, feature heads, query_len, features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
@@ -260,14 +276,7 @@ class LogitSite(PlacedForward):
         key_factor: float | Tensor = 1.0,
     ) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
-        if self.encoding.num_features and call.key_features is None and call.rotation is None:
-            if key_length != query_length:
-                raise UnsupportedError(
-                    f"{type(self.module).__name__} has {key_length} keys for {query_length} queries, but they did not "
-                    "pass through a cache whose update can be intercepted, and "
-                    f"{type(self.encoding.logit_bias).__name__} has to cache features of each key. Use use_cache=False."
-                )
-            call.key_features = self.new_features(call)
+        self.find_features(call, query_length, key_length)
 
         def places() -> tuple[Positions, Tensor]:
             query_start, key_start = self.key_start(state, query_length, key_length)
