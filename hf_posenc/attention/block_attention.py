@@ -2,7 +2,8 @@
 
 Torch's flash kernels do not compute the gradient of a mask; torch falls back to a sequence of plain operations if one
 is needed. Here the forward pass uses the kernel, and the backward pass recomputes the probabilities. The gradient of
-the logits is the gradient of the bias.
+the logits is the gradient of the bias. A short text costs what its operators cost to call. It takes fewer of them to
+keep the probabilities.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,7 +48,13 @@ class AttentionCall:
 
 
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, may_be_empty: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scaling: float,
+    may_be_empty: bool,
+    keeps_probabilities: bool = False,
 ) -> Tensor:
     """`softmax(scaling * query . key + bias) . value`.
 
@@ -58,6 +65,7 @@ def block_attention(
         bias: `(batch or 1, heads, query_len, key_len)` float32, the mask included.
         scaling: factor of `query . key`.
         may_be_empty: whether a row of the bias may be -inf.
+        keeps_probabilities: whether the gradient of a bias may take as much memory as the probabilities.
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
@@ -65,10 +73,22 @@ def block_attention(
     if key.shape[1] != query.shape[1]:
         key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
     if bias.requires_grad and torch.is_grad_enabled():
-        output: Tensor = _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty)
+        if keeps_probabilities and not may_be_empty and query.dtype == bias.dtype:
+            output = _plain(query, key, value, bias, scaling)
+        else:
+            output = cast("Tensor", _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty))
     else:
         output = _forward(query, key, value, bias, scaling)
     return output.transpose(1, 2)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    batch, heads, length = query.shape[:3]
+    queries, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    of_pairs = bias.expand(batch, -1, -1, -1).flatten(0, 1)
+    with without_autocast(query.device):
+        scores = torch.baddbmm(of_pairs, queries, keys.transpose(1, 2), alpha=scaling)
+        return torch.bmm(scores.softmax(-1), values).view(batch, heads, length, -1)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:

@@ -42,6 +42,8 @@ class Sizes(NamedTuple):
     bias_numbers: int = 2**23
     #: Up to this many, each layer keeps the inputs of such a bias, several times its size, for its gradients.
     kept_numbers: int = 2**23
+    #: Up to this many, the probabilities of a short text with a learned bias are kept too.
+    kept_probabilities: int = 2**20
     #: From this many queries on, a causal bias has at least four blocks.
     divided_length: int = 512
     #: Queries of a block for a distance bias. Torch's CPU kernel divides 192 to 767 rows into tiles of 64 and more into
@@ -57,8 +59,8 @@ class Sizes(NamedTuple):
 
 #: The sizes, by `is_cpu` of a tensor.
 SIZES = {True: Sizes(), False: Sizes(
-    short_pairs=256**2, shared_numbers=2**26, bias_numbers=2**25, divided_length=4096, distance_rows=2048,
-    long_distance_rows=2048, term_rows=2048, backward_rows=1024, scores=2**26,
+    short_pairs=256**2, shared_numbers=2**26, bias_numbers=2**25, kept_probabilities=0, divided_length=4096,
+    distance_rows=2048, long_distance_rows=2048, term_rows=2048, backward_rows=1024, scores=2**26,
 )}  # fmt: skip
 
 

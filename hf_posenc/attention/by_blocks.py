@@ -38,7 +38,9 @@ class MatrixAttention:
         self.form = form
         self.scaling = call.scaling(query)
         # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-        self.may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
+        may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
+        numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
+        self.options = (may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
         self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
         #: The rows with the mask, once layers share them.
         self.known: Tensor | None = None
@@ -51,7 +53,7 @@ class MatrixAttention:
         if rows is None:
             rows = masked_rows(self.form, *self.mask, query)
             self.known = rows if has_shared_rows(self.form) else None
-        return block_attention(query, key, value, rows, self.scaling, self.may_be_empty), None
+        return block_attention(query, key, value, rows, self.scaling, *self.options), None
 
     def masked(self, rows: Tensor) -> Tensor:
         """The rows of another bias with the mask of this one."""
@@ -61,7 +63,7 @@ class MatrixAttention:
 
     def with_rows(self, rows: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         """Attention with rows that `masked` has returned."""
-        return block_attention(query, key, value, rows, self.scaling, self.may_be_empty), None
+        return block_attention(query, key, value, rows, self.scaling, *self.options), None
 
 
 def attention_by_blocks(

@@ -13,7 +13,7 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
-from hf_posenc.attention import blockwise
+from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import DistanceForm, RowsForm
 from hf_posenc.patching.call.forward_state import ForwardState
@@ -85,14 +85,37 @@ def test_layers_with_biases_of_their_own_take_few_matrices(
 
 @pytest.mark.on_cpu("other devices have other kernels")
 @pytest.mark.parametrize("scheme", ["t5", "shaw"])
-def test_training_a_learned_bias_takes_the_fused_kernel(scheme: str) -> None:
+def test_training_a_learned_bias_takes_the_fused_kernel(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's kernel refuses a mask that requires gradients; the backward pass computes them itself."""
+    set_sizes(monkeypatch, kept_probabilities=0)
     model = patched("llama_gqa", scheme, attn_implementation="sdpa").train()
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
     names = {event.name for event in recorded.events()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
     assert "aten::_scaled_dot_product_attention_math" not in names
+
+
+@pytest.mark.parametrize("scheme", ["t5", "shaw", "forget_gate"])
+@pytest.mark.parametrize("padding", [False, True], ids=["", "padding"])
+def test_kept_probabilities_give_the_same_gradients(
+    scheme: str, padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of few pairs are kept; of one pair more, they are computed again."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 1 - int(padding)
+    heads, few = model.config.num_attention_heads, []
+    original = block_attention._plain
+    monkeypatch.setattr(block_attention, "_plain", lambda *given: few.append(given) or original(*given))
+    found = []
+    for most in (ids.numel() * ids.shape[1] * heads, ids.numel() * ids.shape[1] * heads - 1):
+        set_sizes(monkeypatch, kept_probabilities=most)
+        model.zero_grad()
+        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters()})
+        assert len(few) == model.config.num_hidden_layers
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
 
 
 def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,13 @@ class CheckedLayer:
             site.find_features(call, query.shape[2], key.shape[2])
             inputs = (call.hidden_states, call.key_features, *site.factors_before(like.scaling))
             pairs = AttentionPairs(query, key, like.query_slots, like.keys, like.scaling, *inputs)
-            separable = isinstance(own, SeparableBias) and own.separable
-            rows = SeparableForm(own.key_terms(pairs), like.query_slots).rows() if separable else own(pairs)
+            if isinstance(own, SeparableBias) and own.separable:
+                rows = SeparableForm(own.key_terms(pairs), like.query_slots).rows()
+            elif own.reads_content:
+                rows = own(pairs)
+            else:
+                lengths = query.shape[2], key.shape[2]
+                rows = call.state.shared(("rows", id(bias), 0), lambda: own(pairs), *lengths)
         if scale is not None:
             rows = rows * cast("float", scale.factor_of_all)
         rows = for_kernel(rows, query) if self.matrix is None else self.matrix.masked(rows)
