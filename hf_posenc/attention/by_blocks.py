@@ -12,58 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, block_attention
 from hf_posenc.attention.blockwise import SIZES
-from hf_posenc.attention.forms import (
-    MOST_MATRICES,
-    BiasForm,
-    RowsForm,
-    has_shared_rows,
-    mask_of_rows,
-    masked_rows,
-    with_mask,
-)
-
-
-class MatrixAttention:
-    """Attention with all rows of a bias at once. Layers with a distance bias share them.
-
-    Args:
-        call: the call of stock sdpa whose mask and options apply.
-        form: the bias.
-        causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
-        query: `(batch, heads, query_len, head_dim)`. Only its shape, dtype and device matter.
-        key: `(batch, key_value_heads, key_len, head_dim)`. Only its shape matters.
-    """
-
-    def __init__(self, call: AttentionCall, form: BiasForm, causal: bool, query: Tensor, key: Tensor) -> None:
-        self.form = form
-        self.scaling = call.scaling(query)
-        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-        may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
-        numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
-        self.options = (may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
-        self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
-        #: The rows with the mask, once layers share them.
-        self.known: Tensor | None = None
-        self._visible: Tensor | None = None
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities."""
-        query, key, value = autocast_inputs(query, key, value)
-        rows = self.known
-        if rows is None:
-            rows = masked_rows(self.form, *self.mask, query)
-            self.known = rows if has_shared_rows(self.form) else None
-        return block_attention(query, key, value, rows, self.scaling, *self.options), None
-
-    def masked(self, rows: Tensor) -> Tensor:
-        """The rows of another bias with the mask of this one."""
-        if self._visible is None:
-            self._visible = mask_of_rows(*self.mask, rows.device)
-        return with_mask(rows, self._visible)
-
-    def with_rows(self, rows: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        """Attention with rows that `masked` has returned."""
-        return block_attention(query, key, value, rows, self.scaling, *self.options), None
+from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, RowsForm, has_shared_rows, mask_of_rows, masked_rows
 
 
 def attention_by_blocks(

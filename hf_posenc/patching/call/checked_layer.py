@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from hf_posenc.attention.backends import MatrixAttention
 from hf_posenc.attention.block_attention import for_kernel
-from hf_posenc.attention.by_blocks import MatrixAttention
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.patching.call.attention_site import LayerCall
 from hf_posenc.patching.call.logit_site import kept_row

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with, is_stock_sdpa
+from hf_posenc.attention.backends import Attention, MatrixAttention, attend_with_bias, attention_with, is_stock_sdpa
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.blockwise import SIZES
-from hf_posenc.attention.by_blocks import MatrixAttention
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
