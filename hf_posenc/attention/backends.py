@@ -98,9 +98,6 @@ def attend_with_bias(
     Raises:
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
-    decodes = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64 and not exporting()
-    if decodes and is_stock_sdpa(function):  # Calls cost more than the computation.
-        return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
     call = AttentionCall(implementation or "eager", function, attention_mask, args, kwargs)
     return attention_with(call, form, module, query, key)(module, query, key, value)
 
@@ -123,6 +120,9 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
         UnsupportedError: for a backend that does not support the bias.
     """
     name, function = call.name, call.function
+    decodes = query.shape[2] == 1 and call.mask is None and query.dtype != torch.float64 and not exporting()
+    if decodes and is_stock_sdpa(function):  # Calls cost more than the computation.
+        return _with_mask(call, for_kernel(form.rows(), query))
     if query.dtype == torch.float64:
         # Schemes compute biases in float32 in any model. With a float64 query they are cast up, so that sums and
         # kernels have one dtype.
@@ -159,47 +159,57 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
     return functools.partial(_attend_dense, call, form)
 
 
-class MatrixAttention:
-    """Attention with all rows of a bias at once. Layers with a distance bias share them.
+class MatrixKernel:
+    """Attention with all rows of a bias at once, for biases of any layer with the same mask.
 
     Args:
         call: the call of stock sdpa whose mask and options apply.
-        form: the bias.
         causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
-        query: `(batch, heads, query_len, head_dim)`. Only its shape, dtype and device matter.
+        heads: number of query heads.
+        query: `(batch, heads, query_len, head_dim)`. Only its shape and device matter.
         key: `(batch, key_value_heads, key_len, head_dim)`. Only its shape matters.
     """
 
-    def __init__(self, call: AttentionCall, form: BiasForm, causal: bool, query: Tensor, key: Tensor) -> None:
-        self.form = form
-        self.scaling = call.scaling(query)
+    def __init__(self, call: AttentionCall, causal: bool, heads: int, query: Tensor, key: Tensor) -> None:
+        self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
         # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
         may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
-        numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
-        self.options = (may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
-        self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
-        #: The rows with the mask, once layers share them.
-        self.known: Tensor | None = None
+        numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
+        self.options = (call.scaling(query), may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
         self._visible: Tensor | None = None
 
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities."""
-        query, key, value = autocast_inputs(query, key, value)
-        rows = self.known
-        if rows is None:
-            rows = masked_rows(self.form, *self.mask, query)
-            self.known = rows if has_shared_rows(self.form) else None
-        return block_attention(query, key, value, rows, self.scaling, *self.options), None
-
     def masked(self, rows: Tensor) -> Tensor:
-        """The rows of another bias with the mask of this one."""
+        """The rows of a bias with the mask."""
         if self._visible is None:
             self._visible = mask_of_rows(*self.mask, rows.device)
         return with_mask(rows, self._visible)
 
-    def with_rows(self, rows: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        """Attention with rows that `masked` has returned."""
-        return block_attention(query, key, value, rows, self.scaling, *self.options), None
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, None]:
+        """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities. The rows contain the mask."""
+        return block_attention(query, key, value, rows, *self.options), None
+
+
+class MatrixAttention:
+    """Attention with all rows of a bias at once. Layers with a distance bias share them.
+
+    Args:
+        form: the bias.
+        kernel: the kernel.
+    """
+
+    def __init__(self, form: BiasForm, kernel: MatrixKernel) -> None:
+        self.form = form
+        self.kernel = kernel
+        self._known: Tensor | None = None
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities."""
+        query, key, value = autocast_inputs(query, key, value)
+        rows = self._known
+        if rows is None:
+            rows = masked_rows(self.form, *self.kernel.mask, query)
+            self._known = rows if has_shared_rows(self.form) else None
+        return self.kernel(query, key, value, rows)
 
 
 def attention_without_mask(
@@ -295,7 +305,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         return functools.partial(_attend_dense, call, form)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
-        return MatrixAttention(call, form, causal, query, key)
+        return MatrixAttention(form, MatrixKernel(call, causal, form.heads, query, key))
     by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
     if not isinstance(form, DividedForm) or not causal:
         return by_blocks

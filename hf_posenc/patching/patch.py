@@ -22,10 +22,10 @@ from hf_posenc.patching.place.cross_layers import refuse_without_encoder
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     StackEncoding,
-    is_length_dependent,
     scheme_in_part,
 )
 from hf_posenc.patching.place.install import UnfilledTable
+from hf_posenc.patching.place.lengths import is_length_dependent
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across

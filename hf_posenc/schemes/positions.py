@@ -217,13 +217,13 @@ class Positions:
 
         Without gradients, a cache keeps it for later tokens that it `fits`, until a parameter is replaced or changed.
         """
-        kept = self.kept_values
+        kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
         return compute() if kept is None else kept.of(part, name, compute, fits)
 
     @property
-    def kept_values(self) -> KeptValues | None:
-        """Where `kept` keeps values; `None` if it computes them anew."""
-        return None if torch.is_grad_enabled() else self.memo.get(KeptValues)
+    def keeps_values(self) -> bool:
+        """Whether `kept` keeps values."""
+        return not torch.is_grad_enabled() and KeptValues in self.memo
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""

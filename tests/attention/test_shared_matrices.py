@@ -16,7 +16,7 @@ from hf_posenc import ComposedConfig
 from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import DistanceForm, RowsForm
-from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.checked_layer import CheckedLayer
 from tests.matrix.running import patched, tokens
 
 from .block_sizes import set_sizes
@@ -57,7 +57,7 @@ def test_layers_with_other_masks_share_nothing(monkeypatch: pytest.MonkeyPatch) 
     model.model.layers[1].self_attn.register_forward_pre_hook(narrow, with_kwargs=True)
     wide = torch.ones_like(near).tril()
     found = model(input_ids=ids, attention_mask=wide, use_cache=False).logits
-    monkeypatch.setattr(ForwardState, "may_be_of_layers", lambda *_: False)
+    monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
     torch.testing.assert_close(found, model(input_ids=ids, attention_mask=wide, use_cache=False).logits)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +89,7 @@ def test_results_are_those_of_layers_that_check_everything(
     scheme: str, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = results(built(scheme, change))
-    monkeypatch.setattr(CheckedLayer, "is_like", lambda *_: False)
+    monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
     expected = results(built(scheme, change))
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -99,13 +101,35 @@ def test_most_layers_check_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch)
     attended: list[int] = []
     original = CheckedLayer.attend
 
-    def attend(checked: CheckedLayer, site: Any, call: Any, query: Tensor, *heads: Tensor) -> Any:
-        attended.append(query.shape[2])
-        return original(checked, site, call, query, *heads)
+    def attend(checked: CheckedLayer, site: Any, call: Any, arguments: Any, query: Tensor, *heads: Tensor) -> Any:
+        output = original(checked, site, call, arguments, query, *heads)
+        attended.extend([query.shape[2]] * (output is not None))
+        return output
 
     monkeypatch.setattr(CheckedLayer, "attend", attend)
     results(built(scheme, lambda model: None))
     assert attended == [6] * (LAYERS - 1) + [1] * 3 * (LAYERS - 1) + [9] * (LAYERS - 1)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_a_layer_has_checked_dies_with_its_call(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle of references would keep the memory of a call until the garbage collector runs."""
+    model, states = built(scheme, lambda model: None), []
+    original = CheckedLayer.of.__func__
+
+    def of(cls: type, site: Any, call: Any, *given: Any) -> Any:
+        states.append(weakref.ref(call.state))
+        return original(cls, site, call, *given)
+
+    monkeypatch.setattr(CheckedLayer, "of", classmethod(of))
+    gc.disable()
+    try:
+        results(model)
+        model.zero_grad()
+        assert states
+        assert all(state() is None for state in states)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +140,6 @@ def test_most_layers_check_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch)
 def test_layers_with_other_options_are_of_another_kind(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = ScheduleConfig(configs * (LAYERS // 2))
     found = results(built(scheme, lambda model: None))
-    monkeypatch.setattr(CheckedLayer, "is_like", lambda *_: False)
+    monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
     for one, other in zip(found, results(built(scheme, lambda model: None)), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)

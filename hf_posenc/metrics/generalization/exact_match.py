@@ -24,7 +24,8 @@ from hf_posenc.metrics.generalization.examples import IGNORED, encode_example, e
 from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.anatomy.anatomy import unwrapped
-from hf_posenc.patching.place.encoding import current_encoding, is_length_dependent
+from hf_posenc.patching.place.encoding import current_encoding
+from hf_posenc.patching.place.lengths import is_length_dependent
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.report.tables import format_number

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, split_features
@@ -30,6 +31,9 @@ from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
+#: The argument through which models pass their own relative bias to the attention function.
+POSITION_BIAS = "position_bias"
+
 
 @dataclass
 class LayerCall:
@@ -47,6 +51,7 @@ class LayerCall:
             query and key of a function that is called for one tensor at a time.
         pairs: the queries and keys of which the bias was computed, if it was computed for pairs.
         form: the bias, once it is known.
+        attention: attention with it.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
         rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
@@ -64,6 +69,7 @@ class LayerCall:
     rotation: RotationFactors | None = None
     pairs: AttentionPairs | None = None
     form: BiasForm | None = None
+    attention: Attention | None = None
     next_token: int = 0
 
     def of_tokens(self, state: ForwardState, hidden_states: Tensor) -> LayerCall:

@@ -1,8 +1,9 @@
-"""What one layer has checked in a forward call, and the layers of its kind therefore need not.
+"""What one layer has checked in a forward call, and other layers therefore need not.
 
 Many layers compute little: those of a small model, and all layers for a single new token. Checks and decisions then
-take longer than the computation. Layers of one kind have parts that differ in their weights only, so that the first of
-them decides for all.
+take longer than the computation. The first layer decides for those with the same parts, if their bias reads nothing of
+the layer. It also decides for those of its kind, whose parts differ in their weights only, if all that they have to do
+is to compute the rows of their own bias.
 """
 
 from __future__ import annotations
@@ -10,94 +11,169 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
-from hf_posenc.attention.backends import MatrixAttention
+from hf_posenc.attention.backends import Attention, MatrixAttention, MatrixKernel, is_stock_sdpa
 from hf_posenc.attention.block_attention import for_kernel
+from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
-from hf_posenc.patching.call.attention_site import LayerCall
+from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
 from hf_posenc.schemes.parts import SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs, gradients_may_be_shared
+from hf_posenc.schemes.positions import AttentionPairs, Positions, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
 
 
+#: All that decides how attention is computed, except the numbers and the parts of the scheme.
+Arguments = tuple[Any, ...]
+
+
 @dataclass(eq=False)
 class CheckedLayer:
-    """A layer whose call has been checked.
+    """What a layer has found. It refers to no state of a call, which would keep itself alive.
 
     Args:
-        call: its call.
-        arguments: what decides how attention is computed: the function, the mask, whether the module is causal, whether
-            gradients are recorded, the shapes of queries and keys, their dtype, and the options of the function.
-        matrix: the attention of several queries; `None` for a single one, whose bias is the mask of the function.
+        arguments: the arguments of its attention function.
+        device: the device of the layer.
+        rotations: of its `LayerCall`.
+        identity: of its `LayerEncoding`.
+        attention: its attention with the bias, for layers with the same parts; `None` if others cannot use it.
+        learned: whether this holds a learned bias.
+        kernel: the attention of several queries, for layers that compute the rows of their own bias. A single query
+            needs none: its row is the mask of the attention function.
+        has_rows: whether layers of the same kind may compute the rows of their own bias.
+        by_slots: whether the bias is a function of the distance between slots.
+        places: where the pairs of a bias are, if it is computed for pairs: slots of the queries, positions of the keys,
+            and the factor of `query . key`.
         rows: biases that several layers share, by the id of the part.
     """
 
-    call: LayerCall
-    arguments: tuple[Any, ...]
-    matrix: MatrixAttention | None = None
+    arguments: Arguments
+    device: torch.device | None
+    rotations: int
+    identity: tuple[Any, ...]
+    attention: Attention | None
+    learned: bool
+    kernel: MatrixKernel | None
+    has_rows: bool
+    by_slots: bool
+    places: tuple[Tensor, Positions, float | Tensor] | None
     rows: dict[int, Tensor] = field(default_factory=dict)
 
-    def is_like(self, call: LayerCall, arguments: tuple[Any, ...]) -> bool:
-        """Whether a call of another layer of the kind differs in its numbers and weights only."""
-        like = self.call
-        if call.state is not like.state or call.rotations != like.rotations:
-            return False
-        try:
-            return arguments == self.arguments
-        except RuntimeError:
-            return False  # Different tensors.
+    @classmethod
+    def of(
+        cls, site: InterfaceAttention, call: LayerCall, arguments: tuple[Any, ...], query: Tensor, key: Tensor
+    ) -> CheckedLayer | None:
+        """What a layer has found in its call; `None` if other layers have to find it too."""
+        encoding, pairs = site.encoding, call.pairs
+        if call.state.sequence is not None or (encoding.query_key_map is not None and not call.rotations):
+            return None
+        bias = encoding.logit_bias
+        assert bias is not None
+        learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in bias.parameters())
+        kernel = call.attention.kernel if isinstance(call.attention, MatrixAttention) else None
+        has_rows = encoding.differs_in_rows and not traced() and _may_compute_rows(arguments, query, key, kernel)
+        shares = encoding.repeats_bias and (not learned or gradients_may_be_shared())
+        if not has_rows and not shares:
+            return None
+        return cls(
+            arguments,
+            call.state.device,
+            call.rotations,
+            encoding.identity,
+            call.attention if shares else None,
+            learned,
+            kernel,
+            has_rows,
+            isinstance(call.form, DistanceForm),
+            None if pairs is None else (pairs.query_slots, pairs.keys, pairs.scaling),
+        )
 
-    def attend(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        """The attention of a layer that is like this one: `(output, probabilities or None)`.
+    def attend(
+        self,
+        site: InterfaceAttention,
+        call: LayerCall,
+        arguments: tuple[Any, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Any:
+        """The attention of another layer: `(output, probabilities or None)`.
 
         Args:
             site: the layer.
             call: its call.
+            arguments: as those of this layer.
             query: `(batch, heads, query_len, width)`, mapped.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
             value: `(batch, key_value_heads, key_len, value_dim)`.
+
+        Returns:
+            `None` if the layer has to check its call.
         """
+        if call.state.device != self.device or call.rotations != self.rotations:
+            return None
+        try:
+            if arguments != self.arguments:
+                return None
+        except RuntimeError:
+            return None  # Different tensors.
+        same = self.attention is not None and site.encoding.identity == self.identity
+        if same and (not self.learned or gradients_may_be_shared()):
+            return cast("Attention", self.attention)(site.module, query, key, value)
+        if not self.has_rows:
+            return None
         rows, scale = self._rows(site, call, query, key), site.encoding.logit_scale
         if scale is not None:
             query = query * cast("float", scale.factor_of_all)
-        if self.matrix is not None:
-            return self.matrix.with_rows(rows, query, key, value)
-        return self.arguments[0](site.module, query, key, value, rows, **self.arguments[-1])
+        if self.kernel is not None:
+            return self.kernel(query, key, value, rows)
+        function, _, kwargs, *_ = self.arguments
+        return function(site.module, query, key, value, rows, **kwargs)
 
     def _rows(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)`: the bias, as the kernel takes it."""
         bias: Any = site.encoding.summands[0]
-        like, scale = self.call.pairs, site.encoding.logit_scale
+        scale, lengths = site.encoding.logit_scale, (query.shape[2], key.shape[2])
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        if like is None:
-            by_slots = self.matrix is None and isinstance(self.call.form, DistanceForm)
-            kept = kept_row(bias, call.state, key.shape[2]) if by_slots else None
-            if kept is not None:
-                rows = kept[0]
-            else:
+        if self.places is None:
+            by_slots = self.kernel is None and self.by_slots
+            kept = kept_row(bias, call.state, lengths[1]) if by_slots else None
+            if kept is None:
                 rows = site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
+            else:
+                rows = kept[0]
         else:
             own = call.state.own(bias)
-            site.find_features(call, query.shape[2], key.shape[2])
-            inputs = (call.hidden_states, call.key_features, *site.factors_before(like.scaling))
-            pairs = AttentionPairs(query, key, like.query_slots, like.keys, like.scaling, *inputs)
+            site.find_features(call, *lengths)
+            slots, keys, scaling = self.places
+            inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
+            pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
             if isinstance(own, SeparableBias) and own.separable:
-                rows = SeparableForm(own.key_terms(pairs), like.query_slots).rows()
+                rows = SeparableForm(own.key_terms(pairs), slots).rows()
             elif own.reads_content:
                 rows = own(pairs)
             else:
-                lengths = query.shape[2], key.shape[2]
                 rows = call.state.shared(("rows", id(bias), 0), lambda: own(pairs), *lengths)
         if scale is not None:
             rows = rows * cast("float", scale.factor_of_all)
-        rows = for_kernel(rows, query) if self.matrix is None else self.matrix.masked(rows)
-        repeats = like is None or not bias.reads_content
+        rows = for_kernel(rows, query) if self.kernel is None else self.kernel.masked(rows)
+        repeats = self.places is None or not bias.reads_content
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
             self.rows[id(bias)] = rows
         return rows
+
+
+def _may_compute_rows(arguments: Arguments, query: Tensor, key: Tensor, kernel: MatrixKernel | None) -> bool:
+    """Whether a layer of the same kind only has to compute the rows of its bias in a call with these arguments."""
+    function, mask, kwargs, _, _, has_gradients, autocast, dtype, *_ = arguments
+    if autocast or dtype == torch.float64 or kwargs.get("scaling") is None or POSITION_BIAS in kwargs:
+        return False
+    if query.shape[2] == 1:
+        return mask is None and not has_gradients and is_stock_sdpa(function)
+    return kernel is not None and query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs

@@ -317,10 +317,10 @@ class ForwardState:
             self.scratch[learned] = value
         return value
 
-    def may_be_of_layers(self, kind: str) -> bool:
-        """Whether layers may share one more value: not if there are many of this kind, as if each layer had its own."""
-        count: int = self.scratch.get(("count", kind), 0)
-        self.scratch["count", kind] = count + 1
+    def may_be_of_layers(self) -> bool:
+        """Whether layers may share one more bias: not if there are many, as if each layer had its own."""
+        count: int = self.scratch.get("biases", 0)
+        self.scratch["biases"] = count + 1
         return count < MOST_MATRICES
 
 

@@ -11,18 +11,17 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import Attention, MatrixAttention, attend_with_bias, attention_with, is_stock_sdpa
-from hf_posenc.attention.block_attention import AttentionCall
-from hf_posenc.attention.blockwise import SIZES
+from hf_posenc.attention.backends import attend_with_bias, attention_with
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import (
+    POSITION_BIAS,
     AttentionSite,
     CacheUpdateHook,
     KernelCall,
@@ -47,13 +46,10 @@ from hf_posenc.patching.forwards import (
     rotary_names,
     unknown_seam,
 )
-from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, traced
+from hf_posenc.schemes.positions import exporting, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
-
-#: The argument through which models pass their own relative bias to the attention function.
-POSITION_BIAS = "position_bias"
 
 
 class Rebound(PlacedForward):
@@ -221,21 +217,13 @@ class InterfaceAttention(Rebound, AttentionSite):
         assert call is not None
         call.attended = True
         arguments: tuple[Any, ...] = ()
-        if self.encoding.kind is not None and not args:
-            settings = (function, attention_mask, getattr(self.module, "is_causal", None), torch.is_grad_enabled())
-            arguments = (*settings, query.shape, key.shape, query.dtype, kwargs)
-            checked = call.state.scratch.get(self.encoding.kind)
-            if checked is not None and checked.is_like(call, arguments):
-                return checked.attend(self, call, query, key, value)
-        split = call.state.sequence is not None and self.encoding.logit_bias is not None
-        if self.encoding.repeats_bias and not split and not self.runtime.layout.has_axes and not exporting():
-            mapped = self.encoding.query_key_map is None or call.rotations
-            if mapped and not args and kwargs.get(PAGES) is None:
-                attention = self._shared_attention(call, implementation, function, query, key, attention_mask, kwargs)
-                output = attention(self.module, query, key, value)
-                if arguments:
-                    self._note_checks(call, arguments, query, key, lambda: attention)
+        if self.encoding.checked_with is not None and not args:
+            arguments = self._arguments(implementation, function, query, key, attention_mask, kwargs)
+            checked = call.state.scratch.get(self.encoding.checked_with)
+            output = None if checked is None else checked.attend(self, call, arguments, query, key, value)
+            if output is not None:
                 return output
+        split = call.state.sequence is not None and self.encoding.logit_bias is not None
         if self.runtime.layout.has_axes:
             call = call.of_next(query.shape[2])
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
@@ -259,78 +247,29 @@ class InterfaceAttention(Rebound, AttentionSite):
         if paged and self.encoding.reads_pages:
             return attend_pages(self._attend, call, kernel)
         output = self._attend(call, kernel)
-        if arguments and call.form is not None and not (paged or self.runtime.layout.has_axes):
-            decide = functools.partial(attention_with, kernel, call.form, self.module, query, key)
-            self._note_checks(call, arguments, query, key, decide)
+        if arguments and call.attention is not None and not (paged or self.runtime.layout.has_axes or exporting()):
+            checked = CheckedLayer.of(self, call, arguments, query, key)
+            if checked is not None:
+                call.state.scratch[self.encoding.checked_with] = checked
         return output
 
-    def _note_checks(
-        self, call: LayerCall, arguments: tuple[Any, ...], query: Tensor, key: Tensor, decide: Callable[[], Attention]
-    ) -> None:
-        """Notes what this layer has checked, if layers like it only have to compute the rows of their bias.
-
-        These are handed to transformers' own sdpa as a mask for a single new token, and to a kernel for a short text.
-        """
-        function, mask, _, has_gradients, *_, dtype, kwargs = arguments
-        special = dtype == torch.float64 or kwargs.get("scaling") is None or call.state.sequence is not None
-        special = special or (self.encoding.query_key_map is not None and not call.rotations)
-        if special or traced() or torch._C._is_any_autocast_enabled():
-            return
-        checked = CheckedLayer(call, arguments)
-        if query.shape[2] == 1:
-            if mask is not None or has_gradients or not is_stock_sdpa(function):
-                return
-        else:
-            short = query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
-            attention = decide() if short else None
-            if not isinstance(attention, MatrixAttention):
-                return
-            checked.matrix = attention
-            if attention.known is not None:
-                checked.rows[id(self.encoding.summands[0])] = attention.known
-        call.state.scratch[self.encoding.kind] = checked
-
-    def _shared_attention(
+    def _arguments(
         self,
-        call: LayerCall,
         implementation: str | None,
         function: Callable[..., Any],
         query: Tensor,
         key: Tensor,
         mask: Any,
         kwargs: dict[str, Any],
-    ) -> Attention:
-        """The attention function with a bias that is the same in every layer, checked and built by the first of them.
-
-        Layers share it if everything that it depends on is the same: the scheme, the mask, the options of the call, and
-        the shapes of the heads.
-        """
-        module, encoding, state = self.module, self.encoding, call.state
-        name: Any = ("attention", encoding.identity, self.native_bias, getattr(module, "is_causal", None))
-        name += (implementation, query.dtype, query.device, torch.is_grad_enabled())
+    ) -> tuple[Any, ...]:
+        """All that decides how attention is computed, except the numbers and the parts of the scheme."""
+        settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), query.dtype, query.shape, key.shape)
+        causal = getattr(self.module, "is_causal", None)
         if traced():
-            # In a graph a name must not contain lengths or tensors: they are symbols.
-            name += (id(mask), *(item for item in kwargs.items() if not isinstance(item[1], Tensor)))
-        else:
-            name += (query.shape, key.shape, torch._C._is_any_autocast_enabled(), function, mask, *kwargs.items())
-        try:
-            attention, learned, shapes = state.scratch.get(name, (None, False, None))
-        except TypeError:
-            attention, name, shapes = None, None, None  # An option that has no hash.
-        if shapes == (query.shape, key.shape) and (not learned or gradients_may_be_shared()):
-            return cast(Attention, attention)
-        self._check(query, mask, kwargs)
-        mask = self._complete(query, mask, kwargs)
-        form = self.bias(call, query, key, self.default_scaling, mask=mask, folds="flash" in (implementation or ""))
-        call.form = form
-        attention = attention_with(
-            AttentionCall(implementation or EAGER, function, mask, (), kwargs), form, module, query, key
-        )
-        weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
-        learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        if name is not None and (not learned or gradients_may_be_shared()) and state.may_be_of_layers("attention"):
-            state.scratch[name] = attention, learned, (query.shape, key.shape)
-        return attention
+            # Tensors and functions cannot be compared in a graph.
+            options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
+            return implementation, id(mask), options, causal, self.native_bias, *settings
+        return function, mask, dict(kwargs), causal, self.native_bias, *settings
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
         """Adds the default scaling to the options of a call. Returns the mask, with a bias of the model that stays."""
@@ -358,6 +297,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         zero = first > 0 and not call.state.dropped and all_positions_below(call.state, first)
         if zero and not flash and self.rotation_is_last and self.encoding.only_rotates_near:
             self.near_backend = kernel.name
+        form = None
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self.default_scaling if scaling is None else scaling
@@ -366,15 +306,17 @@ class InterfaceAttention(Rebound, AttentionSite):
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self.factors_before(factor))
-                bias = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
-                call.form = bias
-                attend = functools.partial(attend_with_bias, kernel.name, attend, bias)
+                form = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)
+        wide = self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1
+        if form is not None and not wide:
+            call.form, call.attention = form, attention_with(kernel, form, self.module, query, key)
+            return call.attention(self.module, query, key, kernel.value)
+        if form is not None:
+            attend = functools.partial(attend_with_bias, kernel.name, attend, form)
         arguments = (self.module, query, key, kernel.value, kernel.mask, *kernel.args)
-        if self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1:
-            return attend_with_wide_values(attend, *arguments, **kwargs)
-        return attend(*arguments, **kwargs)
+        return attend_with_wide_values(attend, *arguments, **kwargs) if wide else attend(*arguments, **kwargs)
 
     def _check(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Refuses another number of heads, and a call of a causal layer whose queries would see later keys.

@@ -222,7 +222,7 @@ class LogitSite(PlacedForward):
             form = row and DistanceForm(row[0][0, :, 0], 1, key_length, row[1])
             form = form or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
-                form = dataclasses.replace(form, of_layers=state.may_be_of_layers("form"))
+                form = dataclasses.replace(form, of_layers=state.may_be_of_layers())
             return form
 
         return state.shared(("bias", id(bias)), compute, query_length, key_length)

@@ -107,25 +107,28 @@ class LayerEncoding:
         summands = self.summands = () if bias is None else tuple(bias.summands())
         kinds = [one.rotates_heads for one in summands]
         whole = self.num_cached_heads in (None, self.num_key_value_heads)
-        self.rotates_by_input = any(kinds)
-        #: Whether the bias consists only of rotations by the layer's input.
-        self.only_rotates_by_input = any(kinds) and all(kinds)
+        #: Whether the bias rotates heads by the layer's input, and whether it does nothing else.
+        self.rotates_by_input, self.only_rotates_by_input = any(kinds), any(kinds) and all(kinds)
         #: The rotation that can be applied to keys before they are cached; the bias then needs no features.
         self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         rotates = self.logit_scale is None and not self.widens_heads
         again = self.query_key_map is not None and self.query_key_map.mapped_again
+        by_distance = bool(summands) and all(isinstance(one, DistanceBias) for one in summands)
         #: Whether the logits change by the same bias in every layer with these parts.
-        self.repeats_bias = (
-            bool(summands) and all(isinstance(one, DistanceBias) for one in summands) and rotates and not again
-        )
+        self.repeats_bias = by_distance and rotates and not again
         #: A value that is equal for layers with the same parts and heads.
         self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
-        hides = pairwise is not None and pairwise.hides_pairs
-        scales = self.logit_scale is not None and (self.logit_scale.factor_of_all is None or hides)
+        scale, hides = self.logit_scale, pairwise is not None and pairwise.hides_pairs
+        scales = scale is not None and (scale.factor_of_all is None or hides)
         special = scales or self.widens_heads or again or self.zero_below or self.rotates_by_input or self.shard
-        self.kind = None if special or len(summands) != 1 else self.kind
+        #: Whether layers of the kind only have to compute the rows of their bias.
+        self.differs_in_rows = self.kind is not None and len(summands) == 1 and not special
+        #: A name of the layers that leave their checks to the first of them; `None` if each checks.
+        self.checked_with: Hashable = self.identity if self.repeats_bias else None
+        if self.differs_in_rows:
+            self.checked_with = self.kind
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
         #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.
@@ -183,9 +186,8 @@ class StackEncoding(nn.Module):
                 environment.refuse(needs_of(parts), f"the scheme {layer_config.label!r} in {layer}")
             stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
-            self.layers.append(
-                LayerEncoding.of(parts, attention, kinds.setdefault((layer_config, context), len(kinds)))
-            )
+            kind = kinds.setdefault((layer_config, context, attention.layer_type), len(kinds))
+            self.layers.append(LayerEncoding.of(parts, attention, kind))
         scheme = config.within_and_across()[1]
         if scheme is not None:
             found = cross_parts(scheme, stack, self._parts)
@@ -397,12 +399,6 @@ class PositionEncoding(AddedModule):
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
-
-
-def is_length_dependent(encoding: PositionEncoding) -> bool:
-    """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
-    growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
-    return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)
 
 
 def build_encoding(

@@ -28,7 +28,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import GENERATION, Generation, cache_argument, note_of, set_note
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import WithOverrides
-from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding
+from hf_posenc.patching.place.lengths import is_length_dependent
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.refusals import GROWING_CACHE, PAGES, PAGES_IN_GRAPHS, PAGES_OF_FLASH
 

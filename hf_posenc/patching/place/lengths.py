@@ -28,7 +28,7 @@ from hf_posenc.patching.place.config_entry import (
 )
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.record import is_set
-from hf_posenc.schemes import from_rope_parameters
+from hf_posenc.schemes import from_rope_parameters, refusals
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.parts import Reach
 
@@ -317,3 +317,9 @@ def update_tokenizer_length(tokenizer: Any, model: Any, before: int | None = Non
     known = {encoding.lengths.native, before} - {None}
     if getattr(holder, "model_max_length", None) in known:
         holder.model_max_length = length
+
+
+def is_length_dependent(encoding: PositionEncoding) -> bool:
+    """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
+    growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
+    return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)

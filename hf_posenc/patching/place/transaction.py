@@ -29,7 +29,6 @@ from hf_posenc.patching.place.encoding import (
     build_encoding,
     current_encoding,
     encodings,
-    is_length_dependent,
 )
 from hf_posenc.patching.place.generation import (
     CheckedContinuousBatching,
@@ -46,7 +45,7 @@ from hf_posenc.patching.place.install import (
     refuse_late_parameters,
     split_heads,
 )
-from hf_posenc.patching.place.lengths import initialize_lengths
+from hf_posenc.patching.place.lengths import initialize_lengths, is_length_dependent
 from hf_posenc.patching.place.record import Journal, OwnConfig
 from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context

@@ -75,7 +75,7 @@ class FireBias(PairwiseBias):
         `None` for other queries.
         """
         bound = pairs.keys.bound()
-        if bound is None or len(pairs.query_slots) > 1 or not self.causal or pairs.keys.kept_values is None:
+        if bound is None or len(pairs.query_slots) > 1 or not self.causal or not pairs.keys.keeps_values:
             return None
         if pairs.keys.ids.is_floating_point():
             return None

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.bias.relative_tables import check_whole_positions, clipped_rows, select_rows
+from hf_posenc.schemes.bias.relative_tables import check_whole_positions, clipped_rows, selected_products
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, MOST_DISTANCES
@@ -54,7 +54,7 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
         rows, (first, count) = clipped_rows(pairs, -1, window, back=True)
         profiles = pairs.keys.kept(self, "profiles", lambda: nn.functional.pad(self.profiles.float(), (1, 1)))
         profiles = profiles if count == window + 2 else profiles.narrow(1, first, count)
-        return select_rows((mixture @ profiles).transpose(1, 2), rows)
+        return selected_products(mixture.transpose(1, 2), profiles, rows)
 
 
 @register_scheme

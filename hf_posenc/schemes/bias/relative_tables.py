@@ -67,7 +67,7 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
     """
     same = leading_keys_of_one_row(rows)
     if same == 0 and rows.shape[0] == rows.shape[1] == 1:
-        return products.index_select(-1, rows.view(-1))  # A single launch for a single token.
+        return products.index_select(-1, rows.view(-1))
     near = rows if same == 0 else rows[..., same:]
     selected = products.gather(-1, near.unsqueeze(1).expand(*products.shape[:2], -1, -1))
     if same == 0:
@@ -98,16 +98,26 @@ def products_of_rows(
     if torch.is_grad_enabled() or isinstance(factor, Tensor):
         used = (table if whole else table.narrow(-2, *occurring)).float().transpose(-1, -2)
         if isinstance(factor, Tensor):  # It may have the shape of the logits.
-            return select_rows(query @ used, rows) * factor
-        return select_rows(query @ (used * factor), rows)
+            return selected_products(query, used, rows) * factor
+        return selected_products(query, used * factor, rows)
     name = f"table {factor} {table.device}"
     kept = pairs.keys.kept(part, name, lambda: table.float().transpose(-1, -2) * factor)
-    kept = kept if whole else kept.narrow(-1, *occurring)
+    return selected_products(query, kept if whole else kept.narrow(-1, *occurring), rows)
+
+
+def selected_products(query: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+    """`select_rows(query @ table, rows)`, with few operators for a single query and a table that all heads share.
+
+    Args:
+        query: `(batch, heads, query_len, width)` float32.
+        table: `(..., width, rows)` float32.
+        rows: of `clipped_rows`.
+    """
     batch, heads, length, width = query.shape
-    if length > 1 or kept.dim() > 2 or rows.shape[0] > 1:
-        return select_rows(query @ kept, rows)
-    # Torch would expand the table to a copy per head.
-    products = torch.mm(query.reshape(-1, width), kept)
+    if length > 1 or table.dim() > 2 or rows.shape[0] > 1 or traced():
+        return select_rows(query @ table, rows)
+    # Torch would expand the table for every head.
+    products = torch.mm(query.reshape(-1, width), table)
     return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, -1)
 
 
