@@ -320,8 +320,8 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
 
 def _uses_other_features(call: AttentionCall) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
-    others = ("dropout", "softcap", "s_aux", "output_attentions")
-    return bool(call.args) or any(_is_set(call.kwargs.get(name)) for name in others)
+    others = (call.kwargs.get(name) for name in ("dropout", "softcap", "s_aux", "output_attentions"))
+    return bool(call.args) or any(isinstance(value, Tensor) or bool(value) for value in others)
 
 
 def _is_set(value: Any) -> bool:

@@ -21,7 +21,7 @@ from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
 from hf_posenc.schemes.parts import SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs, Positions, gradients_may_be_shared, traced
+from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
@@ -69,7 +69,8 @@ class CheckedLayer:
     ) -> CheckedLayer | None:
         """What a layer has found in its call; `None` if other layers have to find it too."""
         encoding, pairs = site.encoding, call.pairs
-        if call.state.sequence is not None or (encoding.query_key_map is not None and not call.rotations):
+        mapped = encoding.query_key_map is None or call.rotations > 0
+        if not mapped or call.state.sequence is not None or exporting():
             return None
         bias = encoding.logit_bias
         assert bias is not None

@@ -46,7 +46,6 @@ from hf_posenc.patching.forwards import (
     rotary_names,
     unknown_seam,
 )
-from hf_posenc.schemes.positions import exporting, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -247,7 +246,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         if paged and self.encoding.reads_pages:
             return attend_pages(self._attend, call, kernel)
         output = self._attend(call, kernel)
-        if arguments and call.attention is not None and not (paged or self.runtime.layout.has_axes or exporting()):
+        if arguments and call.attention is not None and not (paged or self.runtime.layout.has_axes):
             checked = CheckedLayer.of(self, call, arguments, query, key)
             if checked is not None:
                 call.state.scratch[self.encoding.checked_with] = checked
@@ -265,7 +264,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         """All that decides how attention is computed, except the numbers and the parts of the scheme."""
         settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), query.dtype, query.shape, key.shape)
         causal = getattr(self.module, "is_causal", None)
-        if traced():
+        if torch.compiler.is_compiling():
             # Tensors and functions cannot be compared in a graph.
             options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
             return implementation, id(mask), options, causal, self.native_bias, *settings
