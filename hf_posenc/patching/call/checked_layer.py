@@ -20,12 +20,11 @@ from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
-from hf_posenc.schemes.parts import SeparableBias
+from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
-
 
 #: All that decides how attention is computed, except the numbers and the parts of the scheme.
 Arguments = tuple[Any, ...]
@@ -65,7 +64,7 @@ class CheckedLayer:
 
     @classmethod
     def of(
-        cls, site: InterfaceAttention, call: LayerCall, arguments: tuple[Any, ...], query: Tensor, key: Tensor
+        cls, site: InterfaceAttention, call: LayerCall, arguments: Arguments, query: Tensor, key: Tensor
     ) -> CheckedLayer | None:
         """What a layer has found in its call; `None` if other layers have to find it too."""
         encoding, pairs = site.encoding, call.pairs
@@ -97,7 +96,7 @@ class CheckedLayer:
         self,
         site: InterfaceAttention,
         call: LayerCall,
-        arguments: tuple[Any, ...],
+        arguments: Arguments,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -138,36 +137,44 @@ class CheckedLayer:
     def _rows(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)`: the bias, as the kernel takes it."""
         bias: Any = site.encoding.summands[0]
-        scale, lengths = site.encoding.logit_scale, (query.shape[2], key.shape[2])
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
         if self.places is None:
-            by_slots = self.kernel is None and self.by_slots
-            kept = kept_row(bias, call.state, lengths[1]) if by_slots else None
-            if kept is None:
-                rows = site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
-            else:
-                rows = kept[0]
+            rows = self._rows_by_distance(site, call, bias, query, key)
         else:
-            own = call.state.own(bias)
-            site.find_features(call, *lengths)
-            slots, keys, scaling = self.places
-            inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
-            pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
-            if isinstance(own, SeparableBias) and own.separable:
-                rows = SeparableForm(own.key_terms(pairs), slots).rows()
-            elif own.reads_content:
-                rows = own(pairs)
-            else:
-                rows = call.state.shared(("rows", id(bias), 0), lambda: own(pairs), *lengths)
-        if scale is not None:
-            rows = rows * cast("float", scale.factor_of_all)
+            rows = self._rows_of_pairs(site, call, bias, query, key)
+        if site.encoding.logit_scale is not None:
+            rows = rows * cast("float", site.encoding.logit_scale.factor_of_all)
         rows = for_kernel(rows, query) if self.kernel is None else self.kernel.masked(rows)
         repeats = self.places is None or not bias.reads_content
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
             self.rows[id(bias)] = rows
         return rows
+
+    def _rows_by_distance(
+        self, site: InterfaceAttention, call: LayerCall, bias: DistanceBias, query: Tensor, key: Tensor
+    ) -> Tensor:
+        if self.by_slots and self.kernel is None:
+            kept = kept_row(bias, call.state, key.shape[2])
+            if kept is not None:
+                return kept[0]
+        return site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
+
+    def _rows_of_pairs(
+        self, site: InterfaceAttention, call: LayerCall, bias: PairwiseBias, query: Tensor, key: Tensor
+    ) -> Tensor:
+        assert self.places is not None
+        slots, keys, scaling = self.places
+        lengths, own = (query.shape[2], key.shape[2]), call.state.own(bias)
+        site.find_features(call, *lengths)
+        inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
+        pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
+        if isinstance(own, SeparableBias) and own.separable:
+            return SeparableForm(own.key_terms(pairs), slots).rows()
+        if own.reads_content:
+            return cast("Tensor", own(pairs))
+        return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)
 
 
 def _may_compute_rows(arguments: Arguments, query: Tensor, key: Tensor, kernel: MatrixKernel | None) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.backends import attend_with_bias, attention_with
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
@@ -310,7 +311,9 @@ class InterfaceAttention(Rebound, AttentionSite):
             query = self.scaled(call.state, query)
         wide = self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1
         if form is not None and not wide:
-            call.form, call.attention = form, attention_with(kernel, form, self.module, query, key)
+            # Without the heads of this layer, because others may call it.
+            of_layers = AttentionCall(kernel.name, kernel.function, kernel.mask, kernel.args, kwargs)
+            call.form, call.attention = form, attention_with(of_layers, form, self.module, query, key)
             return call.attention(self.module, query, key, kernel.value)
         if form is not None:
             attend = functools.partial(attend_with_bias, kernel.name, attend, form)
