@@ -101,7 +101,7 @@ def test_training_a_learned_bias_takes_the_fused_kernel(scheme: str, monkeypatch
 def test_kept_probabilities_give_the_same_gradients(
     scheme: str, padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of few pairs are kept; of one pair more, they are computed again."""
+    """As many probabilities as the limit are kept. One more, and they are computed again."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
     mask = torch.ones_like(ids)
     mask[0, :5] = 1 - int(padding)
