@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.atomic_folder import replace_file
 from training.errors import SettingsError
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text.encode())
+    temporary = path.with_name(f"{path.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def write_json(path: Path, content: Any) -> None:
