@@ -171,7 +171,7 @@ class MatrixKernel:
     """
 
     def __init__(self, call: AttentionCall, causal: bool, heads: int, query: Tensor, key: Tensor) -> None:
-        self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
+        self.mask_arguments = (call.mask, causal, 0, query.shape[2], key.shape[2])
         # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
         may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
         numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
@@ -181,7 +181,7 @@ class MatrixKernel:
     def masked(self, rows: Tensor) -> Tensor:
         """The rows of a bias with the mask."""
         if self._visible is None:
-            self._visible = mask_of_rows(*self.mask, rows.device)
+            self._visible = mask_of_rows(*self.mask_arguments, rows.device)
         return with_mask(rows, self._visible)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, None]:
@@ -190,7 +190,7 @@ class MatrixKernel:
 
 
 class MatrixAttention:
-    """Attention with all rows of a bias at once. Layers with a distance bias share them.
+    """Attention with all rows of a bias at once. Layers with a distance bias share these rows.
 
     Args:
         form: the bias.
@@ -207,7 +207,7 @@ class MatrixAttention:
         query, key, value = autocast_inputs(query, key, value)
         rows = self._known
         if rows is None:
-            rows = masked_rows(self.form, *self.kernel.mask, query)
+            rows = masked_rows(self.form, *self.kernel.mask_arguments, query)
             self._known = rows if has_shared_rows(self.form) else None
         return self.kernel(query, key, value, rows)
 

@@ -2,8 +2,8 @@
 
 Torch's flash kernels do not compute the gradient of a mask; torch falls back to a sequence of plain operations if one
 is needed. Here the forward pass uses the kernel, and the backward pass recomputes the probabilities. The gradient of
-the logits is the gradient of the bias. A short text costs what its operators cost to call. It takes fewer of them to
-keep the probabilities.
+the logits is the gradient of the bias. For a short text, the number of operators decides the time. Keeping the
+probabilities takes fewer of them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def block_attention(
         bias: `(batch or 1, heads, query_len, key_len)` float32, the mask included.
         scaling: factor of `query . key`.
         may_be_empty: whether a row of the bias may be -inf.
-        keeps_probabilities: whether the gradient of a bias may take as much memory as the probabilities.
+        keeps_probabilities: whether the probabilities may be kept for the backward pass. Ignored with an additive mask,
+            or if query and bias differ in dtype.
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
@@ -74,7 +75,7 @@ def block_attention(
         key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
     if bias.requires_grad and torch.is_grad_enabled():
         if keeps_probabilities and not may_be_empty and query.dtype == bias.dtype:
-            output = _plain(query, key, value, bias, scaling)
+            output = _with_kept_probabilities(query, key, value, bias, scaling)
         else:
             output = cast("Tensor", _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty))
     else:
@@ -82,7 +83,8 @@ def block_attention(
     return output.transpose(1, 2)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
+def _with_kept_probabilities(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """The attention in plain operators, whose probabilities autograd keeps."""
     batch, heads, length = query.shape[:3]
     queries, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     of_pairs = bias.expand(batch, -1, -1, -1).flatten(0, 1)

@@ -115,9 +115,7 @@ def measure_schemes(
         UnknownNameError: for an unknown scheme, before the model is changed.
         ValueError: if a scheme given by name needs options.
     """
-    wanted: list[SchemeConfig | None] = []
-    for config in check_schemes(schemes):
-        wanted += [] if config in wanted else [config]
+    wanted = dict.fromkeys(check_schemes(schemes))
     with isolated_rng(seed):
         if schemes is None:
             return joined([_measured(model, subject_in_force(model), measure)])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from hf_posenc.metrics.properties.specimen import build_parts
 from hf_posenc.metrics.statistics import relative_l2
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.logits import pairwise_bias
-from hf_posenc.schemes.parts import LogitBias, PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs, Positions, integer_range
+from hf_posenc.schemes.logits import attention_pairs, pairwise_bias
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions, integer_range
 
 
 class AttentionProbe(nn.Module):
@@ -77,27 +77,18 @@ class AttentionProbe(nn.Module):
         inputs = embeddings.double()
         if parts.additive is not None:
             inputs = inputs + parts.additive(positions)[0].double()
-        query, key, value = (self._project(inputs, index) for index in range(3))
-        if parts.query_key_map is not None:
-            phases = parts.query_key_map.phases(positions)
-            query = parts.query_key_map.map_query(query.unsqueeze(0), phases)[0]
-            key = parts.query_key_map.map_key(key.unsqueeze(0), phases)[0]
+        query, key, value = (self._project(inputs, index).unsqueeze(0) for index in range(3))
+        pairs = attention_pairs(parts, query, key, positions, inputs.float().unsqueeze(0), self.head_dim**-0.5)
+        query, key, value = pairs.query[0], pairs.key[0], value[0]
         bias = query.new_zeros(self.num_heads, length, length)
         if parts.logit_bias is not None:
-            bias = self._bias(parts.logit_bias, query, key, positions, inputs)
+            bias = pairwise_bias(parts.logit_bias, pairs)[0].double()
         if parts.logit_scale is not None:
             scale = parts.logit_scale(positions)[0].double().unsqueeze(-1)
             query, bias = query * scale, bias * scale
         return torch.stack(
             [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
         )
-
-    def _bias(self, bias: LogitBias, query: Tensor, key: Tensor, positions: Positions, inputs: Tensor) -> Tensor:
-        """Returns `(heads, length, length)` float64."""
-        states, heads = inputs.float().unsqueeze(0), (query.unsqueeze(0).float(), key.unsqueeze(0).float())
-        features = bias.key_features(states) if isinstance(bias, PairwiseBias) and bias.num_features else None
-        pairs = AttentionPairs(*heads, positions.ids[0], positions, self.head_dim**-0.5, states, features)
-        return pairwise_bias(bias, pairs)[0].double()
 
     def _project(self, inputs: Tensor, index: int) -> Tensor:
         """`(length, hidden)` -> `(heads, length, head_dim)`, for query, key or value (`index` 0, 1, 2)."""

@@ -7,7 +7,6 @@ not registered, because it is only for measurements.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +19,11 @@ from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedE
 from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.token_losses import (
+    NOT_FINITE,
     TOKENS_PER_BATCH,
     check_batch,
     language_targets,
+    mean_loss,
     text_windows,
     token_losses,
 )
@@ -330,9 +331,8 @@ def quantized_positions(
             losses = token_losses(patched, input_ids, labels, causal, tokens_per_batch=tokens_per_batch)
         except SequenceLengthError as error:
             return [Record("", "loss", note=str(error))]
-        loss = float(losses.double().nanmean())
-        finite = math.isfinite(loss)
-        return [Record("", "loss", loss if finite else None, note="" if finite else "The loss is not a finite number.")]
+        loss = mean_loss(losses)
+        return [Record("", "loss", loss, note=NOT_FINITE if loss is None else "")]
 
     settings = {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
     places = [(name, start) for name in settings for start in sorted(set(positions))]

@@ -37,6 +37,26 @@ def positional_logits(
     Returns:
         `(batch, heads, length, length)`, queries before keys, in the dtype of the queries.
     """
+    pairs = attention_pairs(parts, query, key, positions, hidden_states, scaling, query_factor, key_factor)
+    logits = pairs.products * pairs.scaling
+    if parts.logit_bias is not None:
+        logits = logits + pairwise_bias(parts.logit_bias, pairs).to(logits.dtype)
+    if parts.logit_scale is not None:
+        logits = logits * parts.logit_scale(positions).unsqueeze(-1).to(logits.dtype)
+    return logits
+
+
+def attention_pairs(
+    parts: SchemeParts,
+    query: Tensor,
+    key: Tensor,
+    positions: Positions,
+    hidden_states: Tensor | None = None,
+    scaling: float | Tensor | None = None,
+    query_factor: float | Tensor = 1.0,
+    key_factor: float | Tensor = 1.0,
+) -> AttentionPairs:
+    """Maps queries and keys, and pairs them with what a bias reads. The arguments are those of `positional_logits`."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if parts.query_key_map is not None:
         phases = parts.query_key_map.phases(positions)
@@ -47,13 +67,7 @@ def positional_logits(
             raise ValueError(f"{type(parts.logit_bias).__name__} reads hidden states: give hidden_states.")
         features = parts.logit_bias.key_features(hidden_states)
     slots = torch.arange(query.shape[-2], device=query.device)
-    pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features, query_factor, key_factor)
-    logits = pairs.products * scaling
-    if parts.logit_bias is not None:
-        logits = logits + pairwise_bias(parts.logit_bias, pairs).to(logits.dtype)
-    if parts.logit_scale is not None:
-        logits = logits * parts.logit_scale(positions).unsqueeze(-1).to(logits.dtype)
-    return logits
+    return AttentionPairs(query, key, slots, positions, scaling, hidden_states, features, query_factor, key_factor)
 
 
 def pairwise_bias(bias: LogitBias, pairs: AttentionPairs) -> Tensor:

@@ -101,13 +101,15 @@ def test_training_a_learned_bias_takes_the_fused_kernel(scheme: str, monkeypatch
 def test_kept_probabilities_give_the_same_gradients(
     scheme: str, padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of few pairs are kept; of one pair more, they are computed again."""
+    """As many probabilities as the limit are kept. One more, and they are computed again."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
     mask = torch.ones_like(ids)
     mask[0, :5] = 1 - int(padding)
     heads, few = model.config.num_attention_heads, []
-    original = block_attention._plain
-    monkeypatch.setattr(block_attention, "_plain", lambda *given: few.append(given) or original(*given))
+    original = block_attention._with_kept_probabilities
+    monkeypatch.setattr(
+        block_attention, "_with_kept_probabilities", lambda *given: few.append(given) or original(*given)
+    )
     found = []
     for most in (ids.numel() * ids.shape[1] * heads, ids.numel() * ids.shape[1] * heads - 1):
         set_sizes(monkeypatch, kept_probabilities=most)

@@ -2,24 +2,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from tests.checkpoint.checkpoint_cases import CASES, LENGTH, adapted, base, write_reference, write_stock_llama
-from tests.fresh import run_fresh
-
-
-def results_of(mode: str, root: Path) -> dict[str, Any]:
-    """What `fresh_process.py` finds."""
-    script = Path(__file__).with_name("fresh_process.py")
-    done = run_fresh(script.read_text(), mode, root, environment={"TOKENIZERS_PARALLELISM": "false"})
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    return json.loads(line.removeprefix("RESULTS "))
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +28,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("peft") is not None:
         adapted(base(root / "stock", "t5")).save_pretrained(root / "llama-t5" / "adapter")
     return root
-
-
-@pytest.fixture(scope="session")
-def fresh() -> Callable[[str, Path], dict[str, Any]]:
-    return results_of
 
 
 @pytest.fixture(scope="session")

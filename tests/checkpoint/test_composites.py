@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from hf_posenc import UnsupportedError, load_position_adapter, patch_model, save_position_adapter
 from hf_posenc.recipes import add_lora
+from tests.checkpoint.checkpoint_cases import randomize
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
 
@@ -18,9 +19,7 @@ LLAVA = COMPOSITES["llava"]
 
 def test_a_position_adapter_holds_both_parts(tmp_path: Path) -> None:
     model = patch_model(patch_model(LLAVA.model(), "t5"), "t5", part="vision")
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
+    randomize(model.position_encoding)
     prompt = LLAVA.prompt()
     save_position_adapter(model, tmp_path)
     loaded = load_position_adapter(LLAVA.model(), tmp_path)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_posenc import CheckpointError, UnsupportedError, patch_model
-from tests.checkpoint.checkpoint_cases import assert_same, edit_json
+from tests.checkpoint.checkpoint_cases import assert_same, edit_json, randomize
 from tests.export.test_modalities import speech_model
 from tests.models import tiny
 
@@ -66,9 +66,7 @@ CASES = [
 def test_another_class_loads_the_trained_scheme(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = patch_model(case.build(), case.scheme, part=case.part, **case.options)
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
+    randomize(model.position_encoding)
     model.save_pretrained(tmp_path)
     loaded = case.loaded.from_pretrained(tmp_path)
     ours = dict(model.position_encoding.named_parameters())

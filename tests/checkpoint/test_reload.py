@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hf_posenc import unpatch_model
 from hf_posenc.checkpoint.adapter_config import SENTENCE
 from hf_posenc.entry import INSTALL
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE
-from tests.checkpoint.checkpoint_cases import CASES, Case
+from tests.checkpoint.checkpoint_cases import CASES, Case, results_of
 from tests.checkpoint.fresh_process import classes, run, stated
 
 #: Routes past the auto classes, which find no file of weights and quote a sentence in its place.
@@ -34,10 +33,10 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")
-def refusals(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
+def refusals(checkpoints: Path) -> dict[str, Any]:
     pytest.importorskip("peft")
     pytest.importorskip("sentence_transformers")
-    return fresh("without", checkpoints)
+    return results_of("without", checkpoints)
 
 
 @by_case

@@ -63,16 +63,6 @@ def test_the_plugin_is_in_the_program_and_in_all_processes_it_starts(folder):
     assert first["arguments"] == ["--import"]
 
 
-def test_nothing_is_imported_without_the_command(folder):
-    done = subprocess.run(
-        [sys.executable, "-c", "import program, json; print(json.dumps(program.report()))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout)["modules"] == {"other_one": True} | dict.fromkeys(
-        ("hf_posenc", "torch", "transformers", "far_schemes"), False
-    )
-
-
 def test_the_environment_of_the_caller_stays_as_it_is(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"a{os.pathsep}")
     changed = environment()

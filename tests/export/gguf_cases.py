@@ -285,6 +285,8 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
         "heads 3 times",
     ),
     *((llama, "alibi", options, "'refact'") for options in _OTHER_LLAMAS),
+    # Slopes that can be learned, and were not.
+    (llama, AlibiConfig(learnable=True), {}, "'refact'"),
     (llama, None, _MIXTRAL, "'llama'"),
     (llama, _TWO, _MIXTRAL, "heads 2 times"),
     (llama, None, _QWEN3, "'qwen3'"),

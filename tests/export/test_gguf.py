@@ -355,10 +355,6 @@ def test_other_blocks_are_refused_in_one_sentence(name: str, tmp_path: Path) -> 
     assert "\n- " not in str(refused.value)
 
 
-def test_trained_slopes_that_are_the_fixed_ones_are_taken(tmp_path: Path) -> None:
-    assert "refact" in exported(llama(hf_posenc.AlibiConfig(learnable=True)), tmp_path / "fixed").carrier
-
-
 def test_the_table_has_the_current_length(tmp_path: Path) -> None:
     model = gpt2("sinusoidal")
     hf_posenc.extend_context(model, length=400)

@@ -50,6 +50,7 @@ from tests.checkpoint.checkpoint_cases import (
     llama,
     outputs,
     randomize,
+    results_of,
     roberta,
     t5,
     token_ids,
@@ -232,8 +233,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded_by_stock(exported: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
-    return fresh("stock", exported)
+def loaded_by_stock(exported: Path) -> dict[str, Any]:
+    return results_of("stock", exported)
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)

@@ -1,4 +1,4 @@
-"""Layers that leave their checks to the first layer of their kind compute what they compute on their own."""
+"""Layers that reuse the checks of the first layer of their kind compute the same as without them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def narrower_mask(model: Any) -> None:
 
 
 def other_options(model: Any) -> None:
-    """Another option of the attention function in one layer: a tensor, of which both have one."""
+    """The first two layers and the last two call the attention function with different tensors as an option."""
     for index, layer in enumerate(model.model.layers):
         option = {"hint": torch.full((2,), float(index // 2))}
         layer.self_attn.register_forward_pre_hook(

@@ -11,6 +11,7 @@ import torch
 from hf_posenc import UnknownNameError, UnsupportedError, extend_context, patch_model
 from hf_posenc.recipes import SchemePhases, begin_blend, drope, finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.schemes import AlibiConfig, RopeConfig
+from tests.checkpoint.checkpoint_cases import randomize
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
 from tests.patching.vision.models import image, vit
@@ -21,9 +22,7 @@ SAMPLE = torch.randint(10, 90, (4, 24), generator=torch.Generator().manual_seed(
 
 def learned_in_the_vision_part() -> Any:
     model = patch_model(LLAVA.model(), "t5", part="vision")
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
+    randomize(model.position_encoding)
     return model
 
 

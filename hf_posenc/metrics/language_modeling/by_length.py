@@ -17,10 +17,12 @@ from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_sche
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.token_losses import (
     IGNORED,
+    NOT_FINITE,
     TOKENS_PER_BATCH,
     Frame,
     check_batch,
     language_targets,
+    mean_loss,
     special_frame,
     stream_windows,
     token_losses,
@@ -147,7 +149,7 @@ def loss_by_length(
             f"lengths."
         )
     if tail is None:
-        tail = TAIL if ascending[0] - frame.size > TAIL else default_tail(ascending[0], frame)
+        tail = TAIL if ascending[0] - frame.size > TAIL else default_tail(ascending[0] - frame.size)
     if not 1 <= tail < ascending[0] - frame.size:
         raise MeasurementError(
             f"tail={tail} must be at least 1 and less than the shortest length ({ascending[0]}, {frame.size} of them "
@@ -177,14 +179,14 @@ def loss_by_length(
     return LengthLosses(
         rows=tuple(rows),
         position_edges=tuple(edges),
-        position_loss=tuple(_mean(longest[:, start:stop]) for start, stop in itertools.pairwise(edges)),
+        position_loss=tuple(mean_loss(longest[:, start:stop]) for start, stop in itertools.pairwise(edges)),
         sliding=sliding,
     )
 
 
-def default_tail(shortest: int, frame: Frame) -> int:
+def default_tail(shortest: int) -> int:
     """Returns 32 tokens, or half the text of the shortest length if that is less."""
-    return min(TAIL, max(1, (shortest - frame.size) // 2))
+    return min(TAIL, max(1, shortest // 2))
 
 
 def _sliding_window(
@@ -262,18 +264,12 @@ def _piecewise_losses(read: _Read, input_ids: Tensor, labels: Tensor, content: i
     return torch.cat(columns, dim=1)
 
 
-def _mean(losses: Tensor) -> float | None:
-    """Returns the mean over targets; `None` if there are none, or it is not finite."""
-    mean = float(losses.double().nanmean()) if losses.numel() else math.nan
-    return mean if math.isfinite(mean) else None
-
-
 def _row(length: int, losses: Tensor, tail: int, stride: int | None = None) -> LengthRow:
-    loss = _mean(losses)
-    reason = None if loss is not None else "The loss is not a finite number."
+    loss = mean_loss(losses)
+    reason = None if loss is not None else NOT_FINITE
     tails = losses[:, -tail:]
-    of_windows = tuple(_mean(window) for window in tails)
-    return LengthRow(length, loss, _mean(tails), int((~losses.isnan()).sum()), reason, stride, of_windows)
+    of_windows = tuple(mean_loss(window) for window in tails)
+    return LengthRow(length, loss, mean_loss(tails), int((~losses.isnan()).sum()), reason, stride, of_windows)
 
 
 #: The share of tokens that BERT was trained to predict (arXiv:1810.04805, section 3.1).
@@ -346,7 +342,7 @@ def text_losses(
     batch = language_targets(model, tokenizer, windows, causal=causal, probability=probability, seed=seed)
     options: dict[str, Any] = {
         "causal": causal,
-        "tail": default_tail(lengths[0], frame) if tail is None else tail,
+        "tail": default_tail(lengths[0] - frame.size) if tail is None else tail,
         "sliding_window": sliding_window,
         "stride": stride,
         "frame": frame,

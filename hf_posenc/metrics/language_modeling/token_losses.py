@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ IGNORED = -100
 TOKENS_PER_BATCH = 4096
 #: Targets whose losses are computed at once. Few are, because copies of logits are as wide as the vocabulary.
 _TARGETS_AT_ONCE = 1024
+#: Why `mean_loss` has no number, if there are targets.
+NOT_FINITE = "The loss is not a finite number."
 
 
 def token_losses(
@@ -90,6 +93,12 @@ def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
     finite = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
     (losses[:, 1:] if causal else losses)[wanted] = finite
     return losses.cpu()
+
+
+def mean_loss(losses: Tensor) -> float | None:
+    """Returns the mean over targets; `None` if there are none, or it is not finite."""
+    mean = float(losses.double().nanmean()) if losses.numel() else math.nan
+    return mean if math.isfinite(mean) else None
 
 
 @dataclass(frozen=True)

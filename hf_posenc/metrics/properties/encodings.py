@@ -23,9 +23,9 @@ from hf_posenc.metrics.properties.specimen import (
 from hf_posenc.metrics.quantization import rounded_ids
 from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.logits import pairwise_bias
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.logits import attention_pairs, pairwise_bias
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, QueryKeyMap, SchemeParts
+from hf_posenc.schemes.positions import Positions
 
 
 def mapped_basis(query_key_map: QueryKeyMap, specimen: Specimen, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -91,12 +91,9 @@ def _bias_row(bias: LogitBias, specimen: Specimen, positions: Positions) -> Tens
     """Returns `(length, heads)` float32: the bias of each token's key for the last query, with equal contents."""
     if isinstance(bias, DistanceBias):
         return bias(positions.ids[0] - positions.ids[0, -1]).T
-    assert isinstance(bias, PairwiseBias)
     hidden_states = repeated_contents(1, positions.ids.shape[-1])
-    query, key = specimen.projected(hidden_states)
-    features = bias.key_features(hidden_states) if bias.num_features else None
-    slots, scaling = torch.arange(query.shape[-2]), specimen.context.head_dim**-0.5
-    pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features)
+    heads = specimen.projected(hidden_states)
+    pairs = attention_pairs(SchemeParts(logit_bias=bias), *heads, positions, hidden_states)
     # Equal numbers may differ in the last bits if they went through different kernels.
     return (pairwise_bias(bias, pairs)[0, :, -1].T / 1e-5).round() * 1e-5
 

@@ -372,5 +372,5 @@ def check_entry(entry: Any) -> None:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of trainable scalars."""
+    """Number of scalars in the parameters of a module, frozen ones included."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,9 +1,8 @@
-"""What one layer has checked in a forward call, and other layers therefore need not.
+"""Checks of one layer in a forward call that other layers reuse.
 
-Many layers compute little: those of a small model, and all layers for a single new token. Checks and decisions then
-take longer than the computation. The first layer decides for those with the same parts, if their bias reads nothing of
-the layer. It also decides for those of its kind, whose parts differ in their weights only, if all that they have to do
-is to compute the rows of their own bias.
+For a small model or a single new token, checks and decisions take longer than the computation. The first layer decides
+for all layers with the same parts if their bias is a function of distance. It also decides for layers of the same kind,
+whose parts differ only in their weights, if they only have to compute the rows of their own bias.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ Arguments = tuple[Any, ...]
 
 @dataclass(eq=False)
 class CheckedLayer:
-    """What a layer has found. It refers to no state of a call, which would keep itself alive.
+    """What a layer has found.
+
+    It does not refer to the state of the call, because the state refers to it, and the cycle would delay the release of
+    memory.
 
     Args:
         arguments: the arguments of its attention function.
@@ -120,7 +122,7 @@ class CheckedLayer:
             if arguments != self.arguments:
                 return None
         except RuntimeError:
-            return None  # Different tensors.
+            return None  # A comparison of different tensors has no truth value.
         same = self.attention is not None and site.encoding.identity == self.identity
         if same and (not self.learned or gradients_may_be_shared()):
             return cast("Attention", self.attention)(site.module, query, key, value)

@@ -84,7 +84,7 @@ class LogitSite(PlacedForward):
         """Computes the features of the keys unless the cache had them. Without a cache the new keys are all there are.
 
         Raises:
-            UnsupportedError: if there are cached keys.
+            UnsupportedError: if there are cached keys, whose features are unknown.
         """
         if not self.encoding.num_features or call.key_features is not None or call.rotation is not None:
             return
@@ -197,7 +197,7 @@ class LogitSite(PlacedForward):
     def distance_form_of(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
     ) -> BiasForm:
-        """The form of a distance bias, for the arguments of `bias`; layers with the same part share it."""
+        """The form of a distance bias, for the arguments of the method `bias`; layers with the same part share it."""
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
 
         def find() -> tuple[int | Tensor, bool | Tensor]:

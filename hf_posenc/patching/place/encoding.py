@@ -59,7 +59,8 @@ class LayerEncoding:
         head_dim: width of the heads the scores are computed from.
         num_cached_heads: number of key heads that the layer caches; `None` for all of them.
         shard: the heads of this process, if several processes share the layer (tensor parallelism).
-        kind: a number of the layers of a stack whose parts differ in their weights only; `None` if each stands alone.
+        kind: a number that is equal for layers of a stack whose parts differ only in their weights. `None` if the layer
+            cannot reuse the checks of another.
     """
 
     query_key_map: QueryKeyMap | None
@@ -80,7 +81,7 @@ class LayerEncoding:
         return cls(parts.query_key_map, parts.logit_bias, parts.logit_scale, attention.causal, *shape, kind=kind)
 
     def exchange(self, **fields: Any) -> None:
-        """Sets other parts, by the names of the fields."""
+        """Sets fields by name and derives everything that depends on them again."""
         self.__dict__.update(fields)
         self.__post_init__()
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_posenc.metrics.properties.specimen import build_parts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.logits import attention_pairs, pairwise_bias, positional_logits
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions, integer_range
 
 #: The seed of fresh parameters.
@@ -171,20 +171,10 @@ def random_query(subject: Subject) -> Tensor:
 
 def bias_matrix(subject: Subject, length: int, seed: int = INPUT_SEED) -> Tensor:
     """`(heads, length, length)`: what the bias adds for random queries, keys and hidden states."""
-    bias = subject.parts.logit_bias
-    positions = subject.positions(length)
-    if isinstance(bias, DistanceBias):
-        return bias(positions.ids[0].unsqueeze(0) - positions.ids[0].unsqueeze(1)).float()
-    return added_bias(subject, positions, *subject.random_heads(length, seed=seed))[0]
-
-
-def added_bias(subject: Subject, positions: Positions, query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
-    """`(batch, heads, length, length)`: what the bias adds for these queries, keys and hidden states."""
-    biased, plain = (
-        positional_logits(dataclasses.replace(subject.parts, **without), query, key, positions, hidden)
-        for without in ({"logit_scale": None}, {"logit_scale": None, "logit_bias": None})
-    )
-    return biased - plain
+    assert subject.parts.logit_bias is not None
+    query, key, hidden = subject.random_heads(length, seed=seed)
+    pairs = attention_pairs(subject.parts, query, key, subject.positions(length), hidden)
+    return pairwise_bias(subject.parts.logit_bias, pairs)[0].float()
 
 
 def visible(subject: Subject, length: int) -> Tensor:

@@ -70,7 +70,7 @@ class FireBias(PairwiseBias):
         return _of_pieces(self.normalized_distance(pairs), *pieces).transpose(0, 1)
 
     def _row_before_threshold(self, pairs: AttentionPairs) -> Tensor | None:
-        """The bias of a single query before the threshold, a function of the distance whose values a cache keeps.
+        """The bias of a single query before the threshold. It depends only on the distance, so a cache keeps its values.
 
         `None` for other queries.
         """

@@ -41,8 +41,8 @@ def clipped_rows(
 ) -> tuple[Tensor, tuple[int, int]]:
     """Rows for `select_rows`, in a table of the distances, or `buckets` of them, `first` to `last`.
 
-    With `back`, distances are those from key to query. The second result is the part of the table whose rows can occur:
-    its first row, from which the rows are counted, and the number of its rows.
+    With `back`, distances are those from key to query. The second result is the range of rows that can occur, as
+    (first, count). Rows are counted from the first.
     """
 
     def find() -> tuple[Tensor, tuple[int, int]]:
@@ -81,7 +81,7 @@ def products_of_rows(
 ) -> Tensor:
     """The product of each query with the row of the pair in a table, times the layer's factor.
 
-    While tokens are decoded, a cache keeps the table as the product needs it.
+    While tokens are decoded, a cache keeps the transposed, scaled table in float32.
 
     Args:
         part: the part that owns the table.

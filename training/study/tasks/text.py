@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_posenc.metrics.language_modeling import loss_by_length
+from hf_posenc.metrics.language_modeling.by_length import default_tail
 from hf_posenc.metrics.language_modeling.token_losses import causal_targets
 from training.data.blocking import Batches
 from training.data.text import CONCATENATE, PackedRows, RowMasking
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 #: Text with fewer tokens has no tail, and no room for tokens between the special tokens of a sentence.
 _SHORTEST = 8
-#: Maximum number of tokens in the tail of a window.
-_TAIL = 32
 
 
 class TextTask(StudyTask):
@@ -124,7 +123,7 @@ class LanguageTask(TextTask):
     @property
     def _tail_tokens(self) -> int:
         """Returns the number of tokens in the tail of a window."""
-        return min(_TAIL, min(self.settings.train_length, self.lengths[0]) // 2)
+        return default_tail(min(self.settings.train_length, self.lengths[0]))
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         assert corpus is not None
