@@ -8,9 +8,10 @@ import math
 import torch
 
 from hf_posenc.plots.schemes import Subject
-from hf_posenc.plots.schemes.subject import added_bias, standard_places, visible
+from hf_posenc.plots.schemes.subject import standard_places, visible
 from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+from hf_posenc.schemes.logits import attention_pairs, pairwise_bias
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 #: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
@@ -78,18 +79,19 @@ def _undecayed(subject: Subject) -> str:
 
 def _bias_inputs(subject: Subject) -> str:
     """Names the inputs that change the bias, by replacing one at a time."""
-    length = 24
+    length, bias = 24, subject.parts.logit_bias
+    assert bias is not None
     usual, others = (subject.random_heads(length, seed=seed) for seed in (1, 2))
 
     def biases(ids: torch.Tensor, replaced: int | None = None) -> torch.Tensor:
         positions = Positions(ids.unsqueeze(0), ids[-1:].unsqueeze(0) + 1, token_ids=ids.unsqueeze(0) % 16)
         given = [(others if index == replaced else usual)[index] for index in range(3)]
-        return added_bias(subject, positions, *given)[..., visible(subject, length)]
+        pairs = attention_pairs(subject.parts, *given[:2], positions, given[2])
+        return pairwise_bias(bias, pairs)[..., visible(subject, length)]
 
     found = dict.fromkeys(("positions", "queries", "keys", "hidden states"), False)
     # Near and far positions: a bias may act on one of them only. A table may end before the far ones.
-    assert subject.parts.logit_bias is not None
-    limit = subject.parts.logit_bias.length_reach.length or math.inf
+    limit = bias.length_reach.length or math.inf
     for step in (step for step in (1, 20, 200) if (length + 1) * step <= limit):
         ids = torch.arange(length) * step
         shifted = biases(ids + (torch.arange(length) >= length // 2) * step)

@@ -70,7 +70,7 @@ class FireBias(PairwiseBias):
         return _of_pieces(self.normalized_distance(pairs), *pieces).transpose(0, 1)
 
     def _row_before_threshold(self, pairs: AttentionPairs) -> Tensor | None:
-        """The bias of a single query before the threshold. It depends only on the distance, so a cache keeps its values.
+        """The bias of a single query before the threshold. It depends on the distance only, so a cache keeps it.
 
         `None` for other queries.
         """
