@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from hf_posenc.schemes.positions import Positions, integer_range
 from hf_posenc.schemes.rotary import rotation_kernel
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, factors_of_angles, rotation_factors
 
 LAYOUTS = ("half", "half_reversed", "interleaved")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -152,6 +152,18 @@ def test_nothing_of_the_heads_is_kept_for_the_backward_pass(layout, few, monkeyp
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         apply_rotation(x, factors, layout)
     assert {tensor.data_ptr() for tensor in kept} <= {factor.data_ptr() for factor in factors if factor is not None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("few", [0, 10**6])
+def test_factors_of_any_number_of_angles(layout, few, monkeypatch):
+    monkeypatch.setattr(rotation_kernel, "_FEW", few)
+    angles, x = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 8)
+    repeated = angles.repeat_interleave(2, -1) if layout == "interleaved" else torch.cat((angles, angles), -1)
+    found = apply_rotation(x, factors_of_angles(angles, layout, x.dtype), layout)
+    for head in range(3):
+        expected = reference(x[:, [head]], repeated[:, head].cos(), repeated[:, head].sin(), layout)
+        torch.testing.assert_close(found[:, [head]], expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

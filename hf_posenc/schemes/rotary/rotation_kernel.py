@@ -84,8 +84,13 @@ def factors_of_angles(angles: Tensor, layout: str, dtype: torch.dtype) -> Rotati
     if layout == "interleaved":
         both = for_both_of_pair(angles.transpose(1, 2), layout)
         return rotation_factors(both.cos(), both.sin(), layout, dtype)
-    signed = torch.cat((-angles, angles) if layout == "half" else (angles, -angles), dim=-1)
-    return RotationFactors(signed.cos().to(dtype), signed.sin().to(dtype))
+    if traced() or angles.numel() <= _FEW:
+        signed = torch.cat((-angles, angles) if layout == "half" else (angles, -angles), dim=-1)
+        return RotationFactors(signed.cos().to(dtype), signed.sin().to(dtype))
+    # More operators, but half as many cosines and sines.
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    other = (-sine, sine) if layout == "half" else (sine, -sine)
+    return RotationFactors(torch.cat((cosine, cosine), dim=-1), torch.cat(other, dim=-1))
 
 
 def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
