@@ -46,13 +46,13 @@ class GrapeBias(PairwiseBias):
         slope, of_keys, of_queries = pairs.keys.kept(self, "weights", self._weights)
         gate: Tensor | float = 0.0
         if of_keys is not None:
-            gate = softplus(pairs.expanded_key.float() @ of_keys).transpose(-1, -2)
+            gate = softplus(of_keys @ pairs.expanded_key.float().transpose(-1, -2))
         if of_queries is not None:
-            gate = gate + softplus(pairs.query.float() @ of_queries)
+            gate = gate + softplus(of_queries @ pairs.query.float().transpose(-1, -2)).transpose(-1, -2)
         return pairs.steps.unsqueeze(1) * (slope * gate)
 
     def _weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Minus the slopes, `(heads, 1, 1)`, and the directions of keys and queries, `(heads, head_dim, 1)` float32."""
+        """Minus the slopes, `(heads, 1, 1)`, and the directions of keys and queries, `(heads, 1, head_dim)` float32."""
         slope = -softplus(self.rate.float()) * self._slopes.on(self.rate.device)
         return slope.view(-1, 1, 1), self._unit(self.direction), self._unit(self.query_direction)
 
@@ -62,7 +62,7 @@ class GrapeBias(PairwiseBias):
         direction = direction.float()
         if self.normalize:
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
-        return (direction * direction.shape[-1] ** -0.5).unsqueeze(-1)
+        return (direction * direction.shape[-1] ** -0.5).unsqueeze(-2)
 
 
 @register_scheme
