@@ -159,47 +159,60 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
     return functools.partial(_attend_dense, call, form)
 
 
+class MatrixKernel:
+    """Attention with all rows of a bias at once, whatever the bias is.
+
+    Args:
+        call: the call of stock sdpa whose mask and options apply.
+        heads: number of query heads.
+        causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
+        query: `(batch, heads, query_len, head_dim)`. Only its shape and device matter.
+        key: `(batch, key_value_heads, key_len, head_dim)`. Only its shape matters.
+    """
+
+    def __init__(self, call: AttentionCall, heads: int, causal: bool, query: Tensor, key: Tensor) -> None:
+        self.scaling = call.scaling(query)
+        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
+        may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
+        numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
+        self.options = (may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
+        #: Arguments of `masked_rows`.
+        self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
+        self._visible: Tensor | None = None
+
+    def masked(self, rows: Tensor) -> Tensor:
+        """The rows of a bias, `(batch or 1, heads, query_len, key_len)` float32, with the mask."""
+        if self._visible is None:
+            self._visible = mask_of_rows(*self.mask, rows.device)
+        return with_mask(rows, self._visible)
+
+    def attend(self, rows: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities. The rows have the mask."""
+        return block_attention(query, key, value, rows, self.scaling, *self.options), None
+
+
 class MatrixAttention:
     """Attention with all rows of a bias at once. Layers with a distance bias share them.
 
     Args:
-        call: the call of stock sdpa whose mask and options apply.
+        kernel: computes it.
         form: the bias.
-        causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
-        query: `(batch, heads, query_len, head_dim)`. Only its shape, dtype and device matter.
-        key: `(batch, key_value_heads, key_len, head_dim)`. Only its shape matters.
     """
 
-    def __init__(self, call: AttentionCall, form: BiasForm, causal: bool, query: Tensor, key: Tensor) -> None:
+    def __init__(self, kernel: MatrixKernel, form: BiasForm) -> None:
+        self.kernel = kernel
         self.form = form
-        self.scaling = call.scaling(query)
-        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-        may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
-        numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
-        self.options = (may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
-        self.mask = (call.mask, causal, 0, query.shape[2], key.shape[2])
         #: The rows with the mask, once layers share them.
         self.known: Tensor | None = None
-        self._visible: Tensor | None = None
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities."""
         query, key, value = autocast_inputs(query, key, value)
         rows = self.known
         if rows is None:
-            rows = masked_rows(self.form, *self.mask, query)
+            rows = masked_rows(self.form, *self.kernel.mask, query)
             self.known = rows if has_shared_rows(self.form) else None
-        return block_attention(query, key, value, rows, self.scaling, *self.options), None
-
-    def masked(self, rows: Tensor) -> Tensor:
-        """The rows of another bias with the mask of this one."""
-        if self._visible is None:
-            self._visible = mask_of_rows(*self.mask, rows.device)
-        return with_mask(rows, self._visible)
-
-    def with_rows(self, rows: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        """Attention with rows that `masked` has returned."""
-        return block_attention(query, key, value, rows, self.scaling, *self.options), None
+        return self.kernel.attend(rows, query, key, value)
 
 
 def attention_without_mask(
@@ -295,7 +308,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         return functools.partial(_attend_dense, call, form)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
-        return MatrixAttention(call, form, causal, query, key)
+        return MatrixAttention(MatrixKernel(call, form.heads, causal, query, key), form)
     by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
     if not isinstance(form, DividedForm) or not causal:
         return by_blocks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -92,6 +94,42 @@ def test_results_are_those_of_layers_that_check_everything(
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_gc")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_cache_is_freed_with_its_last_reference(scheme: str) -> None:
+    model, ids = built(scheme, lambda model: None), tokens(length=9)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in ids.split([7, 1, 1], dim=1):
+            model(input_ids=part, past_key_values=cache)
+    freed = weakref.ref(cache)
+    del cache
+    assert freed() is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_activations_of_recomputed_layers_are_freed_without_a_backward_pass(scheme: str, reentrant: bool) -> None:
+    model = built(scheme, lambda model: None).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found: list[weakref.ref[Tensor]] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: found.append(weakref.ref(kwargs["hidden_states"])), with_kwargs=True
+    )
+    model(inputs_embeds=torch.randn(2, 9, 32, requires_grad=True), use_cache=False)
+    gc.collect()
+    assert len(found) == 1
+    assert found[0]() is None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

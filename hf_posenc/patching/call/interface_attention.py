@@ -221,7 +221,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         assert call is not None
         call.attended = True
         arguments: tuple[Any, ...] = ()
-        if self.encoding.kind is not None and not args:
+        if self.encoding.kind is not None and not (args or torch._C._is_any_autocast_enabled()):
             settings = (function, attention_mask, getattr(self.module, "is_causal", None), torch.is_grad_enabled())
             arguments = (*settings, query.shape, key.shape, query.dtype, kwargs)
             checked = call.state.scratch.get(self.encoding.kind)
@@ -274,9 +274,9 @@ class InterfaceAttention(Rebound, AttentionSite):
         function, mask, _, has_gradients, *_, dtype, kwargs = arguments
         special = dtype == torch.float64 or kwargs.get("scaling") is None or call.state.sequence is not None
         special = special or (self.encoding.query_key_map is not None and not call.rotations)
-        if special or traced() or torch._C._is_any_autocast_enabled():
+        if special or traced():
             return
-        checked = CheckedLayer(call, arguments)
+        checked = CheckedLayer.of(call, arguments)
         if query.shape[2] == 1:
             if mask is not None or has_gradients or not is_stock_sdpa(function):
                 return
@@ -285,7 +285,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             attention = decide() if short else None
             if not isinstance(attention, MatrixAttention):
                 return
-            checked.matrix = attention
+            checked.matrix = attention.kernel
             if attention.known is not None:
                 checked.rows[id(self.encoding.summands[0])] = attention.known
         call.state.scratch[self.encoding.kind] = checked
