@@ -14,7 +14,8 @@ from transformers import DynamicCache
 
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
-from tests.matrix.running import drawn, patched, tokens
+from tests.matrix.running import drawn, patched, placed, tokens
+from tests.models import tiny
 
 LAYERS = 4
 #: A scheme for each way in which a bias is computed.
@@ -93,6 +94,24 @@ def test_results_are_those_of_layers_that_check_everything(
     expected = results(built(scheme, change))
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_under_autocast_differ_from_those_outside(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of Qwen 3 return float32 queries and keys under autocast too."""
+
+    def run() -> list[Tensor]:
+        options = {"num_hidden_layers": LAYERS, "head_dim": 8, "attn_implementation": "sdpa"}
+        torch.manual_seed(0)
+        model = drawn(placed(tiny("Qwen3ForCausalLM", **options), scheme), std=0.3)
+        for layer in model.model.layers[1:3]:
+            layer.self_attn.forward = torch.autocast("cpu", dtype=torch.bfloat16)(layer.self_attn.forward)
+        return results(model)
+
+    found = run()
+    monkeypatch.setattr(CheckedLayer, "is_like", lambda *_: False)
+    for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 

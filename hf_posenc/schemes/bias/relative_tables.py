@@ -108,7 +108,7 @@ def products_of_rows(
         return select_rows(query @ kept, rows)
     # Torch would expand the table to a copy per head.
     products = torch.mm(query.reshape(-1, width), kept)
-    return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, -1)
+    return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, rows.shape[-1])
 
 
 def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
