@@ -90,7 +90,7 @@ def _with_kept_probabilities(query: Tensor, key: Tensor, value: Tensor, bias: Te
     of_pairs = bias.expand(batch, -1, -1, -1).flatten(0, 1)
     with without_autocast(query.device):
         scores = torch.baddbmm(of_pairs, queries, keys.transpose(1, 2), alpha=scaling)
-        return torch.bmm(scores.softmax(-1), values).view(batch, heads, length, -1)
+        return torch.bmm(scores.softmax(-1), values).view(batch, heads, length, value.shape[-1])
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:

@@ -32,8 +32,11 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
+class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
     """Values that follow from parameters of parts, kept with a cache. Not included when it is copied or pickled."""
+
+    #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
+    trainings = 0
 
     def of(
         self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
@@ -42,16 +45,18 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [weakref.ref(part)]
         # Most parts have no submodules, and `parameters` calls many functions.
-        for weight in part.parameters() if part._modules else part._parameters.values():
-            if weight is not None:
-                state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        weights = part.parameters() if part._modules else part._parameters.values()
+        found = [weight for weight in weights if weight is not None]
+        for weight in found:
+            state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
         if known is not None and known[0] == state and (fits is None or fits(known[1])):
             return known[1]
-        for key in [key for key, (owner, _) in self.items() if owner[0]() is None]:
+        for key in [key for key, (owner, *_) in self.items() if owner[0]() is None]:
             del self[key]
         value = compute()
-        self[id(part), name] = state, value
+        # Memory that is held cannot be that of another weight later.
+        self[id(part), name] = state, value, [weight.detach() for weight in found]
         return value
 
     def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:

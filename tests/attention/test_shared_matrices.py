@@ -164,3 +164,11 @@ def test_numbers_at_hidden_keys_have_no_effect(later: float) -> None:
         return attend(RowsForm(lambda start, stop, count: rows[:, :, start:stop, :count], 6, 6, 1))
 
     assert torch.equal(output(later), output(0.0))
+
+
+def test_an_empty_batch_keeps_the_width_of_values() -> None:
+    heads = torch.ones(0, 2, 3, 8)
+    bias = torch.zeros(1, 2, 3, 3, requires_grad=True)
+    for keeps in (True, False):
+        found = block_attention.block_attention(heads, heads, heads[..., :4], bias, 0.3, False, keeps)
+        assert found.shape == (0, 3, 2, 4)

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from transformers import DynamicCache, StaticCache
 
 from tests.kits.decoding import decoded, left_padding
-from tests.matrix.running import distance, patched, tokens
+from tests.matrix.running import distance, drawn, patched, tokens
 from tests.patching.test_given_positions import DISTANCE_BIASES, FEATURES, PAIRWISE, POSITIONS
 
 LENGTH, PADS = 20, 5
@@ -69,7 +69,17 @@ def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
 
 
 #: Schemes whose decoding steps reuse numbers that follow from weights.
-KEEPING: list[Any] = ["t5", "fire", "string", {"scheme": "tupe", "num_positions": 64}]
+KEEPING: list[Any] = [
+    "t5",
+    "fire",
+    "string",
+    {"scheme": "tupe", "num_positions": 64},
+    "log_cpb",
+    "shaw",
+    "disentangled",
+    "low_rank_relative",
+    "grape",
+]
 
 
 @pytest.mark.parametrize("scheme", KEEPING, ids=str)
@@ -98,3 +108,40 @@ def test_models_of_an_ensemble_decode_together(scheme: Any) -> None:
 
     alone = [run({name: weight[index] for name, weight in weights.items()}) for index in range(2)]
     assert distance(vmap(run)(weights), torch.stack(alone)) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", KEEPING, ids=str)
+@torch.no_grad()
+def test_weights_may_be_made_for_each_token(scheme: Any) -> None:
+    """Torch gives the memory of a weight that is freed to the next."""
+    model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(1, 10)
+    names = [name for name, _ in model.named_parameters() if "position_encoding" in name]
+
+    def run(made: list[Any], most: int) -> Tensor:
+        cache, found = DynamicCache(), []
+        for index, token in enumerate(ids.split(1, dim=1)):
+            made.append({name: model.get_parameter(name) * (1 + 0.3 * index) for name in names})
+            found.append(functional_call(model, made[-1], (token,), {"past_key_values": cache}).logits)
+            del made[most:]
+        return torch.cat(found, dim=1)
+
+    torch.testing.assert_close(run([], most=0), run([], most=len(ids[0])))
+
+
+@pytest.mark.parametrize("scheme", KEEPING, ids=str)
+def test_a_training_step_between_tokens(scheme: Any) -> None:
+    """Fused optimizers do not count what they write."""
+
+    def run(fused: bool) -> Tensor:
+        model, ids, cache = drawn(patched("llama_gqa", scheme), std=0.3), tokens(1, 10), DynamicCache()
+        optimizer = torch.optim.SGD(model.position_encoding.parameters(), lr=0.5, fused=fused)
+        with torch.no_grad():
+            model(ids[:, :5], past_key_values=cache)
+            model(ids[:, 5:6], past_key_values=cache)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            logits: Tensor = model(ids[:, 6:7], past_key_values=cache).logits
+        return logits
+
+    assert distance(run(fused=True), run(fused=False)) <= 1e-4

@@ -113,6 +113,7 @@ ROWS: list[tuple[Any, Any]] = [
     *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
     *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
     *((OwnConfig("rope", method), "none") for method in ("angles", "maps")),
+    (OwnConfig("fire", "normalized_distance"), "none"),
     (OwnShift("alibi"), "none"),
     (OwnSum(("alibi", "rope")), "none"),
     (OwnXpos(), "none"),

@@ -64,14 +64,16 @@ def set_note(cache: Any, name: str, value: Any) -> None:
     _notes(cache)[name] = value
 
 
-def kept_values(cache: Any, starts: bool) -> KeptValues:
+def kept_values(cache: Any, starts: bool, trainings: int) -> KeptValues:
     """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances.
 
-    None is left where a text `starts`: not every change of a weight can be seen, such as one by `weight.data`.
+    None is left where a text `starts`, or after another of `trainings`: not every change of a weight can be seen, such
+    as one by `weight.data`.
     """
     kept: KeptValues | None = None if starts else note_of(cache, _KEPT)
-    if kept is None:
+    if kept is None or kept.trainings != trainings:
         kept = KeptValues()
+        kept.trainings = trainings
         set_note(cache, _KEPT, kept)
     return kept
 

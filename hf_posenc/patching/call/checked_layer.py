@@ -121,8 +121,8 @@ class CheckedLayer:
         try:
             if arguments != self.arguments:
                 return None
-        except RuntimeError:
-            return None  # A comparison of different tensors has no truth value.
+        except (RuntimeError, ValueError):
+            return None  # A comparison of different tensors or arrays has no truth value.
         same = self.attention is not None and site.encoding.identity == self.identity
         if same and (not self.learned or gradients_may_be_shared()):
             return cast("Attention", self.attention)(site.module, query, key, value)

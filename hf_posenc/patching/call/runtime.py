@@ -244,6 +244,8 @@ class StackRuntime:
         self.split_problem = ""
         #: Whether cross-attention has a scheme.
         self.reads_encoder = False
+        #: Number of forward calls with gradients so far.
+        self.trainings = 0
         self.slots = SlotBuffers(max((table.origin for table in stack.tables), default=0))
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
@@ -360,6 +362,8 @@ class StackForward(PlacedForward):
             calls.append(state)
             if torch.is_grad_enabled():
                 self.runtime.recomputation.has_run = True
+                if not is_compiling():
+                    self.runtime.trainings += 1
                 self.runtime.recomputation.keep_state(self.module)
             if self.inner is not None and self.runtime.viewed is not None and isinstance(state, SeriesState):
                 raise UnsupportedError(
@@ -464,7 +468,7 @@ class StackForward(PlacedForward):
         keeps = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
         if cache is not None and keeps and not torch.compiler.is_compiling():
             starts = offset == 0 if isinstance(offset, int) else query_length > 1
-            state.memo[KeptValues] = kept_values(cache, starts)
+            state.memo[KeptValues] = kept_values(cache, starts, self.runtime.trainings)
         if generation is not None and counted is not None:
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES

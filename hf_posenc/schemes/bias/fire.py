@@ -72,8 +72,10 @@ class FireBias(PairwiseBias):
     def _row_before_threshold(self, pairs: AttentionPairs) -> Tensor | None:
         """The bias of a single query before the threshold. It depends on the distance only, so a cache keeps it.
 
-        `None` for other queries.
+        `None` for other queries, and in a subclass that normalises distances in another way.
         """
+        if type(self).normalized_distance is not FireBias.normalized_distance:
+            return None
         bound = pairs.keys.bound()
         if bound is None or len(pairs.query_slots) > 1 or not self.causal or not pairs.keys.keeps_values:
             return None

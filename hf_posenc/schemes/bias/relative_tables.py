@@ -118,7 +118,7 @@ def selected_products(query: Tensor, table: Tensor, rows: Tensor) -> Tensor:
         return select_rows(query @ table, rows)
     # Torch would expand the table for every head.
     products = torch.mm(query.reshape(-1, width), table)
-    return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, -1)
+    return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, rows.shape[-1])
 
 
 def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
