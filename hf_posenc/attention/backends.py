@@ -34,7 +34,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, block_attention, for_kernel
+from hf_posenc.attention.block_attention import (
+    AttentionCall,
+    autocast_inputs,
+    block_attention,
+    for_each_query_head,
+    for_kernel,
+    plain_attention,
+)
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
@@ -172,10 +179,8 @@ class MatrixKernel:
 
     def __init__(self, call: AttentionCall, causal: bool, heads: int, query: Tensor, key: Tensor) -> None:
         self.mask_arguments = (call.mask, causal, 0, query.shape[2], key.shape[2])
-        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-        may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
         numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
-        self.options = (call.scaling(query), may_be_empty, numbers <= SIZES[query.is_cpu].kept_probabilities)
+        self.options = (call.scaling(query), call.mask, numbers <= SIZES[query.is_cpu].kept_probabilities)
         self._visible: Tensor | None = None
 
     def masked(self, rows: Tensor) -> Tensor:
@@ -302,7 +307,8 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
 
         return fused
     if compiling:
-        return functools.partial(_attend_dense, call, form)
+        in_plain_operators = mask is not None and torch.is_grad_enabled()
+        return functools.partial(_attend_plainly if in_plain_operators else _attend_dense, call, form)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
         return MatrixAttention(form, MatrixKernel(call, causal, form.heads, query, key))
@@ -436,6 +442,17 @@ def _attend_dense(
         rows = torch.arange(query.shape[2], device=bias.device).unsqueeze(-1)
         bias = bias.masked_fill(rows < rows.transpose(0, 1), torch.finfo(bias.dtype).min)
     return call.function(module, query, key, value, bias, *call.args, **call.kwargs)
+
+
+def _attend_plainly(
+    call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
+) -> Any:
+    """In a graph with a mask and gradients, where kernels err (see `hf_posenc.attention.block_attention`)."""
+    query, key, value = autocast_inputs(query, key, value)
+    bias = merge_mask(call.mask, form.rows(), torch.float32)
+    keys, values = (for_each_query_head(one, query.shape[1]).float() for one in (key, value))
+    output = plain_attention(query.float(), keys, values, bias, call.scaling(query))
+    return output.to(query.dtype).transpose(1, 2), None
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,8 +38,6 @@ def attention_by_blocks(
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
     mask, scaling, kwargs = call.mask, call.scaling(query), call.kwargs | {"is_causal": False}
-    # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-    may_be_empty = mask is not None and mask.dtype != torch.bool
     known: dict[int, Tensor] = {}
 
     def rows(start: int, stop: int, seen: int, query: Tensor) -> Tensor:
@@ -56,7 +54,7 @@ def attention_by_blocks(
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if plain:
-            return block_attention(query, key, value, rows(start, stop, seen, query), scaling, may_be_empty)
+            return block_attention(query, key, value, rows(start, stop, seen, query), scaling, mask)
         own = mask_of_rows(mask, causal, start, stop, seen, query.device)
         bias = form.rows(start, stop, seen).to(query.dtype)
         output: Tensor = call.function(module, query, key, value, own, *call.args, position_bias=bias, **kwargs)[0]
