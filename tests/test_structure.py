@@ -18,10 +18,10 @@ PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
     "patch": (31, 1115, 526),
-    "patch and first forward": (37, 1286, 607),
-    "forward": (13, 101, 54),
-    "further layer": (13, 20, 11),
-    "decoding": (11, 121, 64),
+    "patch and first forward": (38, 1287, 611),
+    "forward": (14, 102, 58),
+    "further layer": (14, 20, 13),
+    "decoding": (13, 122, 64),
     "save": (13, 267, 59),
     "from_pretrained": (33, 1201, 535),
 }
@@ -100,13 +100,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 54_025
+    assert sum(lines) <= 54_447
     assert max(lines) <= 500
-    assert len(lines) <= 299
+    assert len(lines) <= 300
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_071), ("eval", 322), ("benchmarks", 2_496), ("tests", 56_993)]
+    ("room", "most"), [("training", 7_070), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_270)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

@@ -33,7 +33,7 @@ def exporting() -> bool:
 
 
 class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
-    """Values that follow from parameters of parts, kept with a cache. Not included when it is copied or pickled."""
+    """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied."""
 
     #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
     trainings = 0
@@ -41,11 +41,12 @@ class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
     def of(
         self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
-        """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
+        """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [weakref.ref(part)]
         # Most parts have no submodules, and `parameters` calls many functions.
-        weights = part.parameters() if part._modules else part._parameters.values()
+        modules = part.modules() if part._modules else (part,)
+        weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
         found = [weight for weight in weights if weight is not None]
         for weight in found:
             state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_posenc import (
     DistanceBias,
@@ -39,6 +39,7 @@ from hf_posenc.schemes.config import BuildContext, OuterConfig
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
+from hf_posenc.schemes.positions import KeptValues
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import CayleyMap
@@ -179,6 +180,22 @@ class Steps(DistanceBias):
 
 OwnBuffers = own("alibi", "part_class", Steps)
 OWN[OwnBuffers.name] = OwnBuffers
+
+
+@torch.no_grad()
+def test_a_buffer_may_change_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_token(change: float) -> torch.Tensor:
+        model, cache = patched("llama_gqa", OwnBuffers()), DynamicCache()
+        for ids in tokens(1, 8)[:, :7].split([6, 1], dim=1):
+            model(ids, past_key_values=cache)
+        for part in model.position_encoding.parts():
+            part.saved.fill_(change)
+        return model(tokens(1, 8)[:, 7:], past_key_values=cache).logits
+
+    found = last_token(2.0)
+    assert distance(found, last_token(0.0)) > 1e-3
+    monkeypatch.setattr(KeptValues, "of", lambda kept, part, name, compute, fits=None: compute())
+    assert distance(found, last_token(2.0)) <= 1e-5
 
 
 @pytest.mark.parametrize("way", ["folder", "meta device", "scheme alone", "name", "other order"])

@@ -59,8 +59,7 @@ class LayerEncoding:
         head_dim: width of the heads the scores are computed from.
         num_cached_heads: number of key heads that the layer caches; `None` for all of them.
         shard: the heads of this process, if several processes share the layer (tensor parallelism).
-        kind: a number that is equal for layers of a stack whose parts differ only in their weights. `None` if the layer
-            cannot reuse the checks of another.
+        kind: equal for layers of a stack whose parts differ only in their weights; `None` if it is unknown.
     """
 
     query_key_map: QueryKeyMap | None
