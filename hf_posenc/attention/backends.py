@@ -40,7 +40,7 @@ from hf_posenc.attention.block_attention import (
     block_attention,
     for_each_query_head,
     for_kernel,
-    plain_attention,
+    rows_without_keys,
 )
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
@@ -180,7 +180,8 @@ class MatrixKernel:
     def __init__(self, call: AttentionCall, causal: bool, heads: int, query: Tensor, key: Tensor) -> None:
         self.mask_arguments = (call.mask, causal, 0, query.shape[2], key.shape[2])
         numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
-        self.options = (call.scaling(query), call.mask, numbers <= SIZES[query.is_cpu].kept_probabilities)
+        mask = None if call.mask is None else call.mask[..., : key.shape[2]]
+        self.options = (call.scaling(query), mask, numbers <= SIZES[query.is_cpu].kept_probabilities)
         self._visible: Tensor | None = None
 
     def masked(self, rows: Tensor) -> Tensor:
@@ -307,8 +308,8 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
 
         return fused
     if compiling:
-        in_plain_operators = mask is not None and torch.is_grad_enabled()
-        return functools.partial(_attend_plainly if in_plain_operators else _attend_dense, call, form)
+        hides_rows = mask is not None and torch.is_grad_enabled()
+        return functools.partial(_attend_with_mask if hides_rows else _attend_dense, call, form)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
         return MatrixAttention(form, MatrixKernel(call, causal, form.heads, query, key))
@@ -444,15 +445,16 @@ def _attend_dense(
     return call.function(module, query, key, value, bias, *call.args, **call.kwargs)
 
 
-def _attend_plainly(
+def _attend_with_mask(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    """In a graph with a mask and gradients, where kernels err (see `hf_posenc.attention.block_attention`)."""
-    query, key, value = autocast_inputs(query, key, value)
-    bias = merge_mask(call.mask, form.rows(), torch.float32)
-    keys, values = (for_each_query_head(one, query.shape[1]).float() for one in (key, value))
-    output = plain_attention(query.float(), keys, values, bias, call.scaling(query))
-    return output.to(query.dtype).transpose(1, 2), None
+    """In a graph with a mask and gradients: queries that see no key are treated as in `block_attention`."""
+    mask = call.mask[..., : key.shape[2]]
+    empty = rows_without_keys(mask)
+    bias = merge_mask(mask, form.rows(), query.dtype).masked_fill(empty, 0.0)
+    output = call.function(module, query, key, value, bias, *call.args, **call.kwargs)[0]
+    means = for_each_query_head(value, query.shape[1]).mean(-2, keepdim=True).transpose(1, 2)
+    return torch.where(empty.transpose(1, 2), means, output), None
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

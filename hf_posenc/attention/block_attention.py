@@ -2,10 +2,12 @@
 
 Torch's flash kernels do not compute the gradient of a mask; torch falls back to a sequence of plain operations if one
 is needed. Here the forward pass uses the kernel, and the backward pass recomputes the probabilities. The gradient of
-the logits is the gradient of the bias. The same backward pass serves masks with any bias: that of the kernels divides
-by the sum of the exponentials, whose logarithm vanishes next to the number of a row in which all keys are hidden, as
-for padding before a text. For a short text, the number of operators decides the time. Keeping the
+the logits is the gradient of the bias. For a short text, the number of operators decides the time. Keeping the
 probabilities takes fewer of them.
+
+A mask may hide all keys of a query, as for padding before a text. Its output is the mean of the values, as in eager
+attention. The backward pass of the kernels is wrong for such a row: they keep the logarithm of its sum, which vanishes
+next to the number at hidden pairs. So the kernel gets another row, and its output is replaced.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def block_attention(
         value: `(batch, key_value_heads, key_len, value_dim)`.
         bias: `(batch or 1, heads, query_len, key_len)` float32, the mask included.
         scaling: factor of `query . key`.
-        mask: the mask that the bias includes, unless it is a causal one. Its numbers do not matter here.
+        mask: the mask that the bias includes, unless it is a causal one: `(batch or 1, heads or 1, query_len or 1,
+            key_len)`.
         keeps_probabilities: whether the probabilities may be kept for the backward pass. Ignored with an additive mask,
             or if query and bias differ in dtype.
 
@@ -75,17 +78,26 @@ def block_attention(
     """
     if key.shape[1] != query.shape[1]:
         key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
-    # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-    may_be_empty = mask is not None and mask.dtype != torch.bool
-    of_heads = mask is not None and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if torch.is_grad_enabled() and (bias.requires_grad or of_heads):
+    if bias.requires_grad and torch.is_grad_enabled():
+        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
+        may_be_empty = mask is not None and mask.dtype != torch.bool
         if keeps_probabilities and not may_be_empty and query.dtype == bias.dtype:
             output = plain_attention(query, key, value, bias, scaling)
         else:
             output = cast("Tensor", _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty))
+    elif mask is not None and torch.is_grad_enabled():
+        empty = rows_without_keys(mask)
+        output = _forward(query, key, value, bias.masked_fill(empty, 0.0), scaling)
+        output = torch.where(empty, value.mean(-2, keepdim=True), output)
     else:
         output = _forward(query, key, value, bias, scaling)
     return output.transpose(1, 2)
+
+
+def rows_without_keys(mask: Tensor) -> Tensor:
+    """`(batch or 1, heads or 1, query_len or 1, 1)` bool: queries that see no key."""
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return ~visible.any(-1, keepdim=True)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
@@ -136,8 +148,8 @@ class _BlockAttention(torch.autograd.Function):
             aten._softmax_backward_data.out(of_scores, probabilities, -1, dtype, grad_input=of_scores)
             of_query = torch.baddbmm(queries, of_scores, keys, beta=0, alpha=ctx.scaling)
             of_key = torch.baddbmm(keys, of_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scaling)
-        of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype) if ctx.needs_input_grad[3] else None
-        if of_bias is not None and bias.shape[0] != query.shape[0]:
+        of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
+        if bias.shape[0] != query.shape[0]:
             of_bias = of_bias.sum(0, keepdim=True)
         heads_first = (
             found.reshape(like.shape).to(like.dtype)

@@ -54,7 +54,8 @@ def attention_by_blocks(
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if plain:
-            return block_attention(query, key, value, rows(start, stop, seen, query), scaling, mask)
+            of_rows = None if mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
+            return block_attention(query, key, value, rows(start, stop, seen, query), scaling, of_rows)
         own = mask_of_rows(mask, causal, start, stop, seen, query.device)
         bias = form.rows(start, stop, seen).to(query.dtype)
         output: Tensor = call.function(module, query, key, value, own, *call.args, position_bias=bias, **kwargs)[0]
