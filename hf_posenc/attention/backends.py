@@ -41,6 +41,7 @@ from hf_posenc.attention.block_attention import (
     for_each_query_head,
     for_kernel,
     rows_without_keys,
+    without_empty_rows,
 )
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
@@ -180,15 +181,18 @@ class MatrixKernel:
     def __init__(self, call: AttentionCall, causal: bool, heads: int, query: Tensor, key: Tensor) -> None:
         self.mask_arguments = (call.mask, causal, 0, query.shape[2], key.shape[2])
         numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
-        mask = None if call.mask is None else call.mask[..., : key.shape[2]]
-        self.options = (call.scaling(query), mask, numbers <= SIZES[query.is_cpu].kept_probabilities)
+        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
+        may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
+        empty = rows_without_keys(None if call.mask is None else call.mask[..., : key.shape[2]])
+        keeps_probabilities = numbers <= SIZES[query.is_cpu].kept_probabilities
+        self.options = (call.scaling(query), may_be_empty, keeps_probabilities, empty)
         self._visible: Tensor | None = None
 
     def masked(self, rows: Tensor) -> Tensor:
         """The rows of a bias with the mask."""
         if self._visible is None:
             self._visible = mask_of_rows(*self.mask_arguments, rows.device)
-        return with_mask(rows, self._visible)
+        return without_empty_rows(with_mask(rows, self._visible), self.options[-1])
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, None]:
         """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities. The rows contain the mask."""
@@ -451,6 +455,7 @@ def _attend_with_mask(
     """In a graph with a mask and gradients: queries that see no key are treated as in `block_attention`."""
     mask = call.mask[..., : key.shape[2]]
     empty = rows_without_keys(mask)
+    assert empty is not None
     bias = merge_mask(mask, form.rows(), query.dtype).masked_fill(empty, 0.0)
     output = call.function(module, query, key, value, bias, *call.args, **call.kwargs)[0]
     means = for_each_query_head(value, query.shape[1]).mean(-2, keepdim=True).transpose(1, 2)

@@ -57,8 +57,9 @@ def block_attention(
     value: Tensor,
     bias: Tensor,
     scaling: float,
-    mask: Tensor | None,
+    may_be_empty: bool,
     keeps_probabilities: bool = False,
+    empty: Tensor | None = None,
 ) -> Tensor:
     """`softmax(scaling * query . key + bias) . value`.
 
@@ -68,10 +69,11 @@ def block_attention(
         value: `(batch, key_value_heads, key_len, value_dim)`.
         bias: `(batch or 1, heads, query_len, key_len)` float32, the mask included.
         scaling: factor of `query . key`.
-        mask: the mask that the bias includes, unless it is a causal one: `(batch or 1, heads or 1, query_len or 1,
-            key_len)`.
+        may_be_empty: whether a row of the bias may be -inf.
         keeps_probabilities: whether the probabilities may be kept for the backward pass. Ignored with an additive mask,
             or if query and bias differ in dtype.
+        empty: of `rows_without_keys`, whose rows of the bias `without_empty_rows` has replaced; `None` if all queries
+            see a key, or without gradients.
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
@@ -79,25 +81,32 @@ def block_attention(
     if key.shape[1] != query.shape[1]:
         key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
     if bias.requires_grad and torch.is_grad_enabled():
-        # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-        may_be_empty = mask is not None and mask.dtype != torch.bool
         if keeps_probabilities and not may_be_empty and query.dtype == bias.dtype:
             output = plain_attention(query, key, value, bias, scaling)
         else:
             output = cast("Tensor", _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty))
-    elif mask is not None and torch.is_grad_enabled():
-        empty = rows_without_keys(mask)
-        output = _forward(query, key, value, bias.masked_fill(empty, 0.0), scaling)
-        output = torch.where(empty, value.mean(-2, keepdim=True), output)
     else:
         output = _forward(query, key, value, bias, scaling)
+        if empty is not None:
+            output = torch.where(empty, value.mean(-2, keepdim=True), output)
     return output.transpose(1, 2)
 
 
-def rows_without_keys(mask: Tensor) -> Tensor:
-    """`(batch or 1, heads or 1, query_len or 1, 1)` bool: queries that see no key."""
+def rows_without_keys(mask: Tensor | None) -> Tensor | None:
+    """`(batch or 1, heads or 1, query_len or 1, 1)` bool: queries that see no key. `None` without a mask or gradients.
+
+    Args:
+        mask: `(batch or 1, heads or 1, query_len or 1, key_len)`.
+    """
+    if mask is None or not torch.is_grad_enabled():
+        return None
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return ~visible.any(-1, keepdim=True)
+
+
+def without_empty_rows(bias: Tensor, empty: Tensor | None) -> Tensor:
+    """A bias with the mask whose rows without keys suit the kernels. A learned bias has a backward pass of its own."""
+    return bias if empty is None or bias.requires_grad else bias.masked_fill(empty, 0.0)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, block_attention
+from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, block_attention, rows_without_keys
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, RowsForm, has_shared_rows, mask_of_rows, masked_rows
 
@@ -38,6 +38,8 @@ def attention_by_blocks(
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
     mask, scaling, kwargs = call.mask, call.scaling(query), call.kwargs | {"is_causal": False}
+    # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
+    may_be_empty = mask is not None and mask.dtype != torch.bool
     known: dict[int, Tensor] = {}
 
     def rows(start: int, stop: int, seen: int, query: Tensor) -> Tensor:
@@ -54,8 +56,11 @@ def attention_by_blocks(
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if plain:
-            of_rows = None if mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
-            return block_attention(query, key, value, rows(start, stop, seen, query), scaling, of_rows)
+            empty = (
+                None if mask is None else rows_without_keys(mask_of_rows(mask, causal, start, stop, seen, mask.device))
+            )
+            bias = rows(start, stop, seen, query)
+            return block_attention(query, key, value, bias, scaling, may_be_empty, empty=empty)
         own = mask_of_rows(mask, causal, start, stop, seen, query.device)
         bias = form.rows(start, stop, seen).to(query.dtype)
         output: Tensor = call.function(module, query, key, value, own, *call.args, position_bias=bias, **kwargs)[0]

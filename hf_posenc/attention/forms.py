@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.block_attention import for_kernel
+from hf_posenc.attention.block_attention import for_kernel, rows_without_keys, without_empty_rows
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared
 
@@ -343,7 +343,8 @@ def masked_rows(
         # Converted before there is a number for every pair. The sum with an additive mask may be too small for float16.
         form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
-    bias = with_mask(bias, mask_of_rows(mask, causal, start, stop, seen, bias.device))
+    own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
+    bias = without_empty_rows(with_mask(bias, own), rows_without_keys(None if mask is None else own))
     return for_kernel(bias, query) if converts else bias
 
 
