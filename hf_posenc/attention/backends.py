@@ -183,7 +183,7 @@ class MatrixKernel:
         numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
         # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
         may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
-        empty = rows_without_keys(None if call.mask is None else call.mask[..., : key.shape[2]])
+        empty = None if call.mask is None else rows_without_keys(call.mask[..., : key.shape[2]])
         keeps_probabilities = numbers <= SIZES[query.is_cpu].kept_probabilities
         self.options = (call.scaling(query), may_be_empty, keeps_probabilities, empty)
         self._visible: Tensor | None = None

@@ -92,13 +92,13 @@ def block_attention(
     return output.transpose(1, 2)
 
 
-def rows_without_keys(mask: Tensor | None) -> Tensor | None:
-    """`(batch or 1, heads or 1, query_len or 1, 1)` bool: queries that see no key. `None` without a mask or gradients.
+def rows_without_keys(mask: Tensor) -> Tensor | None:
+    """`(batch or 1, heads or 1, query_len or 1, 1)` bool: queries that see no key. `None` without gradients.
 
     Args:
         mask: `(batch or 1, heads or 1, query_len or 1, key_len)`.
     """
-    if mask is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return None
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return ~visible.any(-1, keepdim=True)

@@ -344,7 +344,9 @@ def masked_rows(
         form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
     own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
-    bias = without_empty_rows(with_mask(bias, own), rows_without_keys(None if mask is None else own))
+    bias = with_mask(bias, own)
+    if mask is not None and own is not None:
+        bias = without_empty_rows(bias, rows_without_keys(own))
     return for_kernel(bias, query) if converts else bias
 
 
