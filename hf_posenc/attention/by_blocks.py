@@ -56,8 +56,8 @@ def attention_by_blocks(
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if plain:
-            own = mask_of_rows(mask, causal, start, stop, seen, query.device)
-            empty = None if mask is None or own is None else rows_without_keys(own)
+            own = None if mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
+            empty = None if own is None else rows_without_keys(own)
             bias = rows(start, stop, seen, query)
             return block_attention(query, key, value, bias, scaling, may_be_empty, empty=empty)
         own = mask_of_rows(mask, causal, start, stop, seen, query.device)
