@@ -9,6 +9,7 @@ that cuDNN's kernel takes the place of "flash" and "efficient" in half precision
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -121,11 +122,11 @@ def handed_over(scheme: str) -> tuple[str, str]:
     """What flex_attention gets, and what a flash kernel gets, in a forward pass of a causal model in bfloat16."""
     model, seen = model_of(scheme, torch.bfloat16), []
 
-    def heard(_: Any, function: Any, form: Any, *given: Any, **kwargs: Any) -> Any:
-        seen.append((form, given))
-        return backends.attend_with_bias("sdpa", function, form, *given, **kwargs)
+    def heard(call: Any, form: Any, module: Any, query: Any, key: Any) -> Any:
+        seen.append((form, (module, query, key, key, call.mask)))
+        return backends.attention_with(dataclasses.replace(call, name="sdpa"), form, module, query, key)
 
-    with mock.patch.object(interface_attention, "attend_with_bias", heard), torch.no_grad():
+    with mock.patch.object(interface_attention, "attention_with", heard), torch.no_grad():
         model(input_ids=torch.randint(5, VOCABULARY, (1, 60)), use_cache=False)
     if not seen:
         return "the heads", "the heads"

@@ -75,8 +75,8 @@ def test_kernels_get_rotated_heads_and_no_bias(scheme: str, monkeypatch: pytest.
     """The bias forms give the same logits."""
     model = patched(scheme, **SCHEMES[scheme])
     calls = []
-    attend = interface_attention.attend_with_bias
-    monkeypatch.setattr(interface_attention, "attend_with_bias", lambda *a, **k: (calls.append(1), attend(*a, **k))[1])
+    attend = interface_attention.attention_with
+    monkeypatch.setattr(interface_attention, "attention_with", lambda *a: (calls.append(1), attend(*a))[1])
     fast = logits(model, IDS)
     assert not calls
     as_biases(model)
