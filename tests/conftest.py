@@ -27,6 +27,19 @@ class DeviceGenerator(torch.Generator):
         return super().__new__(cls, torch.get_default_device() if device is None else device)
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Undoes what a test or a library does to the variables of the process.
+
+    peft leaves `CXX=gcc` behind when BOFT cannot compile its kernel, and inductor then links without C++.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A browser of playwright. Skips the test where playwright or Chromium is missing."""
