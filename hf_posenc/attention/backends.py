@@ -36,10 +36,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_posenc.attention.block_attention import (
     AttentionCall,
+    attend_with_mask,
     autocast_inputs,
     block_attention,
-    for_each_query_head,
     for_kernel,
+    merge_mask,
     rows_without_keys,
     without_empty_rows,
 )
@@ -291,12 +292,13 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         attend = _sdpa_with(call, form.of_first(used), module, query, key[:, :, :used])
         return lambda module, query, key, value: attend(module, query, key[:, :, :used], value[:, :, :used])
     compiling = torch.compiler.is_compiling()
-    learns_mask = isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled()
-    features = _uses_other_features(call)
-    if exporting() or learns_mask or (features and compiling):
-        return functools.partial(_attend_dense, call, form)
-    if features:
-        return attention_by_blocks(call, form, causal, query, key, plain=False)
+    trains = mask is not None and torch.is_grad_enabled()
+    dense = functools.partial(_attend_dense, call, form)
+    if exporting() or (mask is not None and trains and mask.requires_grad):
+        return dense
+    in_graph = functools.partial(_attend_in_graph, call, form) if trains else dense
+    if _uses_other_features(call):
+        return in_graph if compiling else attention_by_blocks(call, form, causal, query, key, plain=False)
     sizes, shared = SIZES[query.is_cpu], _is_shared_by_layers(form, query, key, mask)
     short = query.shape[2] * key.shape[2] <= sizes.short_pairs
     as_matrix = short or shared
@@ -312,8 +314,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
 
         return fused
     if compiling:
-        hides_rows = mask is not None and torch.is_grad_enabled()
-        return functools.partial(_attend_with_mask if hides_rows else _attend_dense, call, form)
+        return in_graph
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
         return MatrixAttention(form, MatrixKernel(call, causal, form.heads, query, key))
@@ -449,38 +450,9 @@ def _attend_dense(
     return call.function(module, query, key, value, bias, *call.args, **call.kwargs)
 
 
-def _attend_with_mask(
+def _attend_in_graph(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    """In a graph with a mask and gradients: queries that see no key are treated as in `block_attention`."""
+    """With a mask and gradients."""
     mask = call.mask[..., : key.shape[2]]
-    empty = rows_without_keys(mask)
-    assert empty is not None
-    bias = merge_mask(mask, form.rows(), query.dtype).masked_fill(empty, 0.0)
-    output = call.function(module, query, key, value, bias, *call.args, **call.kwargs)[0]
-    means = for_each_query_head(value, query.shape[1]).mean(-2, keepdim=True).transpose(1, 2)
-    return torch.where(empty.transpose(1, 2), means, output), None
-
-
-def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Combines a mask and a bias into an additive mask. Masked entries get the minimum of `dtype`, or that of float32.
-
-    Args:
-        attention_mask: boolean (True = attend) or additive, broadcastable to `(batch, heads, query_len, key_len)`.
-        bias: `(1 or batch, heads, query_len, key_len)`, float32; -inf in it masks too.
-        dtype: dtype of the logits.
-    """
-    # Models compute the softmax of float64 logits in float32, where a smaller number would be -inf and a full row NaN.
-    smallest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-    bias = bias.to(torch.promote_types(bias.dtype, dtype))
-    if attention_mask is None:
-        merged = bias
-    else:
-        attention_mask = attention_mask[..., : bias.shape[-1]]
-        if attention_mask.dtype == torch.bool:
-            merged = torch.where(attention_mask, bias, smallest)
-        else:
-            # A large bias must not unmask a key.
-            masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
-            merged = (attention_mask.to(bias.dtype) + bias).masked_fill(masked, smallest)
-    return merged.clamp(min=smallest).to(dtype)
+    return attend_with_mask(call, form.rows(), mask, rows_without_keys(mask), module, query, key, value), None

@@ -6,8 +6,9 @@ the logits is the gradient of the bias. For a short text, the number of operator
 probabilities takes fewer of them.
 
 A mask may hide all keys of a query, as for padding before a text. Its output is the mean of the values, as in eager
-attention. The backward pass of the kernels is wrong for such a row: they keep the logarithm of its sum, which vanishes
-next to the number at hidden pairs. So the kernel gets another row, and its output is replaced.
+attention. No score changes it, but the backward pass of a softmax does not know that: the number at hidden pairs rounds
+the scores away in the forward pass only. Kernels are wrong by more: they keep the logarithm of the sum of a row, which
+vanishes next to that number. So the mean is computed beside the kernel, which gets another row.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ def block_attention(
         may_be_empty: whether a row of the bias may be -inf.
         keeps_probabilities: whether the probabilities may be kept for the backward pass. Ignored with an additive mask,
             or if query and bias differ in dtype.
-        empty: of `rows_without_keys`, whose rows of the bias `without_empty_rows` has replaced; `None` if all queries
-            see a key, or without gradients.
+        empty: of `rows_without_keys`, whose rows of the bias `without_empty_rows` has replaced.
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
@@ -87,9 +87,8 @@ def block_attention(
             output = cast("Tensor", _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty))
     else:
         output = _forward(query, key, value, bias, scaling)
-        if empty is not None:
-            output = torch.where(empty, value.mean(-2, keepdim=True), output)
-    return output.transpose(1, 2)
+    output = output.transpose(1, 2)
+    return output if empty is None else with_means(output, value, empty)
 
 
 def rows_without_keys(mask: Tensor) -> Tensor | None:
@@ -107,6 +106,73 @@ def rows_without_keys(mask: Tensor) -> Tensor | None:
 def without_empty_rows(bias: Tensor, empty: Tensor | None) -> Tensor:
     """A bias with the mask whose rows without keys suit the kernels. A learned bias has a backward pass of its own."""
     return bias if empty is None or bias.requires_grad else bias.masked_fill(empty, 0.0)
+
+
+def with_means(output: Tensor, value: Tensor, empty: Tensor) -> Tensor:
+    """Attention in which queries that see no key get the mean of the values.
+
+    Args:
+        output: `(batch, query_len, heads, value_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+        empty: of `rows_without_keys`.
+    """
+    means = for_each_query_head(value.mean(-2, keepdim=True), output.shape[2])
+    return torch.where(empty.transpose(1, 2), means.transpose(1, 2), output)
+
+
+def attend_with_mask(
+    call: AttentionCall,
+    bias: Tensor,
+    mask: Tensor | None,
+    empty: Tensor | None,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Calls the function of a call with one additive mask instead of a mask and a bias.
+
+    Args:
+        call: its mask is not used.
+        bias: `(batch or 1, heads, query_len, key_len)`.
+        mask: `(batch or 1, heads or 1, query_len or 1, key_len)`, boolean (True = attend) or additive.
+        empty: of `rows_without_keys`.
+        module: the attention module.
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+
+    Returns:
+        `(batch, query_len, heads, value_dim)`.
+    """
+    masked = merge_mask(mask, bias, query.dtype)
+    masked = masked if empty is None else masked.masked_fill(empty, 0.0)
+    output: Tensor = call.function(module, query, key, value, masked, *call.args, **call.kwargs)[0]
+    return output if empty is None else with_means(output, value, empty)
+
+
+def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Combines a mask and a bias into an additive mask. Masked entries get the minimum of `dtype`, or that of float32.
+
+    Args:
+        attention_mask: boolean (True = attend) or additive, broadcastable to `(batch, heads, query_len, key_len)`.
+        bias: `(1 or batch, heads, query_len, key_len)`, float32; -inf in it masks too.
+        dtype: dtype of the logits.
+    """
+    # Models compute the softmax of float64 logits in float32, where a smaller number would be -inf and a full row NaN.
+    smallest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    bias = bias.to(torch.promote_types(bias.dtype, dtype))
+    if attention_mask is None:
+        merged = bias
+    else:
+        attention_mask = attention_mask[..., : bias.shape[-1]]
+        if attention_mask.dtype == torch.bool:
+            merged = torch.where(attention_mask, bias, smallest)
+        else:
+            # A large bias must not unmask a key.
+            masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
+            merged = (attention_mask.to(bias.dtype) + bias).masked_fill(masked, smallest)
+    return merged.clamp(min=smallest).to(dtype)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:

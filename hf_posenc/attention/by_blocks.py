@@ -5,12 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, block_attention, rows_without_keys
+from hf_posenc.attention.block_attention import (
+    AttentionCall,
+    attend_with_mask,
+    autocast_inputs,
+    block_attention,
+    rows_without_keys,
+)
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, RowsForm, has_shared_rows, mask_of_rows, masked_rows
 
@@ -37,7 +44,7 @@ def attention_by_blocks(
     """
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
-    mask, scaling, kwargs = call.mask, call.scaling(query), call.kwargs | {"is_causal": False}
+    mask, scaling, call = call.mask, call.scaling(query), replace(call, kwargs=call.kwargs | {"is_causal": False})
     # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
     may_be_empty = mask is not None and mask.dtype != torch.bool
     known: dict[int, Tensor] = {}
@@ -55,15 +62,14 @@ def attention_by_blocks(
         seen = stop if causal else key_length
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
+        given = None if mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
+        empty = None if given is None else rows_without_keys(given)
         if plain:
-            own = None if mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
-            empty = None if own is None else rows_without_keys(own)
-            bias = rows(start, stop, seen, query)
-            return block_attention(query, key, value, bias, scaling, may_be_empty, empty=empty)
+            return block_attention(
+                query, key, value, rows(start, stop, seen, query), scaling, may_be_empty, empty=empty
+            )
         own = mask_of_rows(mask, causal, start, stop, seen, query.device)
-        bias = form.rows(start, stop, seen).to(query.dtype)
-        output: Tensor = call.function(module, query, key, value, own, *call.args, position_bias=bias, **kwargs)[0]
-        return output
+        return attend_with_mask(call, form.rows(start, stop, seen), own, empty, module, query, key, value)
 
     sizes = SIZES[query.is_cpu]
     # Four blocks skip most of the invisible pairs.
@@ -72,7 +78,7 @@ def attention_by_blocks(
     kept = sizes.bias_numbers if plain and not isinstance(form, RowsForm) else sizes.kept_numbers
     run: Callable[..., Tensor] = block
     if torch.is_grad_enabled() and batch * heads * query_length * key_length > kept:
-        preserve = bool(kwargs.get("dropout"))
+        preserve = bool(call.kwargs.get("dropout"))
         run = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve)
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:

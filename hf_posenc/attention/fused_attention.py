@@ -24,6 +24,8 @@ from hf_posenc.attention.block_attention import (
     for_each_query_head,
     for_kernel,
     refuse_second_derivative,
+    rows_without_keys,
+    with_means,
     without_autocast,
 )
 from hf_posenc.attention.block_bias import BlockBias, diagonal_sums
@@ -72,7 +74,8 @@ def fused_attention(
     if terms is not None:
         terms = terms.expand(query.shape[0], -1, -1)
     result: Tensor = _fused_attention(query, key, value, vector, terms, query_slots, mask, scaling, causal)
-    return result
+    empty = None if mask is None else rows_without_keys(mask)
+    return result if empty is None else with_means(result, value, empty)
 
 
 @torch.library.custom_op("hf_posenc::fused_attention", mutates_args=())

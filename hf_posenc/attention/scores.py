@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_posenc.attention.backends import merge_mask
+from hf_posenc.attention.block_attention import merge_mask
 
 TensorPair = tuple[Tensor, Tensor]
 #: (query, key), each `(..., length, head_dim)` -> the same, mapped.

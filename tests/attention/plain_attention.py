@@ -17,7 +17,10 @@ def plain_attention(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    """`(batch, query_len, heads, width)`; `bias` is `(batch or 1, heads, query_len, key_len)`."""
+    """`(batch, query_len, heads, width)`; `bias` is `(batch or 1, heads, query_len, key_len)`.
+
+    A query without keys gets the mean of the values, and no gradient of its scores.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query.double() @ key.double().transpose(-1, -2) * scaling + bias.double()
@@ -26,7 +29,8 @@ def plain_attention(
         scores = scores.masked_fill(~visible, -torch.inf)
     if mask is not None:
         smallest = torch.finfo(torch.float32).min
-        scores = scores.masked_fill(~mask, smallest) if mask.dtype == torch.bool else scores + mask
+        hidden = ~mask if mask.dtype == torch.bool else mask <= smallest / 2
+        scores = (scores if mask.dtype == torch.bool else scores + mask).masked_fill(hidden, smallest)
     return (scores.softmax(-1) @ value.double()).transpose(1, 2)
 
 
@@ -41,14 +45,18 @@ def masks(batch: int, query_length: int, key_length: int) -> dict[str, Tensor | 
     queries = torch.arange(query_length).unsqueeze(-1) + (key_length - query_length)
     keys = torch.arange(key_length)
     causal = keys <= queries
-    # Every row has a real token: what one without any attends to means nothing, and nobody reads it.
+    # Every row of the batch has a real token.
     real = keys >= (torch.arange(batch).unsqueeze(-1) * 3).clamp(max=key_length - 1)
     own = keys == queries
     documents = keys // 5 == queries // 5
-    additive = torch.zeros(1, 1, query_length, key_length).masked_fill(~causal, torch.finfo(torch.float32).min)
+    smallest = torch.finfo(torch.float32).min
+    additive = torch.zeros(1, 1, query_length, key_length).masked_fill(~causal, smallest)
+    before = causal & real[:, None, None]
     return {
         "none": None,
-        "left padding": (causal & real[:, None, None] | own),
+        "left padding": before | own,
+        "queries without keys": before,
+        "queries without keys, additive": torch.zeros(before.shape).masked_fill(~before, smallest),
         "right padding": real.flip(-1)[:, None, None].expand(-1, 1, query_length, -1),
         "one row for all queries": real.flip(-1)[:, None, None],
         "packed": (causal & documents)[None, None],

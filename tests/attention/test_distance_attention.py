@@ -10,10 +10,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_posenc.attention import blockwise, fused_attention as module
+from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
 
 from .block_sizes import set_sizes
-from .fused import distance_attention
+from .fused import attended, distance_attention
 from .plain_attention import gradients, masks, plain_attention, toeplitz
 
 #: Sums of some dozen float32 products in another order, against float64.
@@ -71,6 +72,29 @@ def test_any_shape(batch: int, groups: int, query_length: int, extra: int, kind:
     compare(tensors(batch, groups, query_length, key_length), mask, causal)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in masks(1, 1, 1) if kind.startswith("queries without keys")])
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("dropout", [0.0, 1e-12], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"kept_probabilities": 0}, {"kept_numbers": 0, "bias_numbers": 300}, {"short_pairs": 0}],
+    ids=["kept", "matrix", "blocks", "fused"],
+)
+def test_queries_without_keys(
+    sizes: dict[str, int], dropout: float, learned: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scores have no gradient. A sum with the smallest number rounds a score away, but not its gradient."""
+    set_sizes(monkeypatch, **sizes)
+    query, key, value, vector = tensors(2, 2, 9, 9)
+    mask = masks(2, 9, 9)[kind]
+    given = (query, key, value, *([vector] if learned else []))
+    form = DistanceForm(vector if learned else vector.detach(), 9, 9)
+    found = attended(form, query, key, value, mask, scaling=0.3, dropout=dropout)
+    wanted = plain_attention(query, key, value, toeplitz(vector, 9, 9), mask, 0.3, False)
+    torch.testing.assert_close(found.double(), wanted, atol=CLOSE, rtol=CLOSE)
+    torch.testing.assert_close(gradients(found, given), gradients(wanted, given), atol=CLOSE, rtol=CLOSE)
+
+
 def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, scores=HEADS * 17 * 5)
     compare(tensors(3, 2, 17, 17), masks(3, 17, 17)["left padding"])
@@ -123,7 +147,7 @@ def test_a_query_that_an_additive_mask_leaves_nothing_has_no_gradient() -> None:
     mask = torch.zeros(1, 1, 17, 17).masked_fill(~torch.ones(17, 17, dtype=torch.bool).tril(), -torch.inf)
     mask[:, :, 3] = -torch.inf
     output = distance_attention(query, key, value, vector, mask, 0.3, False)
-    assert not output[:, 3].any()
+    torch.testing.assert_close(output[:, 3], value.mean(-2).repeat_interleave(2, 1))
     output.square().sum().backward()
     for tensor in (query, key, value, vector):
         assert tensor.grad is not None

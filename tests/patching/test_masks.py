@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
-from hf_posenc.attention.backends import merge_mask
+from hf_posenc.attention.block_attention import merge_mask
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import mostly_slow
