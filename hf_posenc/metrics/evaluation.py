@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from hf_posenc.errors import COLLECTED, SequenceLengthError, UnsupportedError
@@ -70,11 +72,14 @@ def evaluation_result(
     )
 
 
-def digest(*data: Tensor | str) -> str:
-    """Returns a hash of the data that was read, so that results on different data are not compared."""
+def digest(*data: Tensor | np.ndarray | str) -> str:
+    """Returns a hash of data or weights, so that results of different ones are not compared."""
     hashed = hashlib.sha256()
     for part in data:
-        hashed.update(part.encode() if isinstance(part, str) else part.cpu().numpy().tobytes())
+        if isinstance(part, Tensor):
+            # NumPy has no bfloat16.
+            part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        hashed.update(part.encode() if isinstance(part, str) else part.tobytes())
     return hashed.hexdigest()[:16]
 
 
