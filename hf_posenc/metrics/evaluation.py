@@ -120,7 +120,7 @@ def measure_schemes(
         UnknownNameError: for an unknown scheme, before the model is changed.
         ValueError: if a scheme given by name needs options.
     """
-    wanted = dict.fromkeys(check_schemes(schemes))
+    wanted = dict.fromkeys(None if scheme == NATIVE else as_scheme(scheme) for scheme in schemes or ())
     with isolated_rng(seed):
         if schemes is None:
             return joined([_measured(model, subject_in_force(model), measure)])
@@ -131,11 +131,6 @@ def measure_schemes(
                 else _patched(model, config, measure, seed)
                 for config in wanted
             )
-
-
-def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeConfig | None]:
-    """Returns the configs of schemes, with `None` for the native one. Raises the errors of `as_scheme`."""
-    return [None if scheme == NATIVE else as_scheme(scheme) for scheme in schemes or ()]
 
 
 def config_in_force(model: Any) -> SchemeConfig | None:

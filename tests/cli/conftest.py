@@ -5,9 +5,15 @@ from typing import ClassVar
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
+from hf_posenc import patch_model
+from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.schemes import SchemeConfig, registry
 from tests.models import tiny
+
+#: The words of the tokenizers of `save_evaluated_models`.
+EVALUATED_WORDS = (*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased")
 
 
 def save_tokenizer(folder, words=("the", "dog", "chased", "another", "cat"), *, frame=False):
@@ -27,6 +33,29 @@ def save_tokenizer(folder, words=("the", "dog", "chased", "another", "cat"), *, 
         )
         names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def save_evaluated_models(factory):
+    """Folders of models, each with its tokenizer; "bytes" is patched and reads bytes, and "words" is a tokenizer."""
+    torch.manual_seed(0)
+    paths = {name: factory.mktemp(name) for name in ("bert", "headless", "llama", "bytes", "vit", "words")}
+    sizes = {"vocab_size": 64, "initializer_range": 0.2}
+    encoder = sizes | {"hidden_dropout_prob": 0.1}
+    kinds = {
+        "bert": ("BertForMaskedLM", encoder),
+        "headless": ("BertModel", encoder),
+        "llama": ("LlamaForCausalLM", sizes),
+    }
+    for name, (kind, options) in kinds.items():
+        tiny(kind, **options).save_pretrained(paths[name])
+        save_tokenizer(paths[name], EVALUATED_WORDS, frame=name != "llama")
+    save_tokenizer(paths["words"], EVALUATED_WORDS)
+    byte_level = {"vocab_size": 384, "num_hidden_layers": 1, "eos_token_id": 1, "initializer_range": 0.2}
+    patch_model(tiny("LlamaForCausalLM", **byte_level), "alibi").save_pretrained(paths["bytes"])
+    ByT5Tokenizer().save_pretrained(paths["bytes"])
+    images = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
+    tiny("ViTForImageClassification", **images).save_pretrained(paths["vit"])
+    return {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="session")
