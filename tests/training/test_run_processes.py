@@ -97,6 +97,15 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     assert curve(tmp_path / "both") == before
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with accelerators the two processes find each other")
+def test_processes_that_do_not_find_each_other_are_refused(texts: Path, tmp_path: Path) -> None:
+    arguments = words(texts, tmp_path / "out", max_steps=2, use_cpu="false")
+    said = launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", arguments, fails=True)
+    assert "2 processes were launched, but they did not form a group" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_of_two_processes_is_not_resumed_by_one(texts: Path, tmp_path: Path, capsys: Any) -> None:
     arguments = words(texts, tmp_path / "out", max_steps=2)
     assert run(arguments) == 0
