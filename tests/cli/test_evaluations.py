@@ -294,7 +294,7 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         (LOSS + "--tokenizer {bytes}", "It is the tokenizer of another model"),
         (LOSS + "--device nodevice", "--device nodevice"),
         ("loss {headless} --text {text} --lengths 16", "AutoModelForMaskedLM"),
-        ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
+        ("loss {bert} --text {text} --lengths 16 --tokenizer {words}", "has no mask token"),
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
         ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
         ("resolution {vit} --resolutions 32 --dataset {folder}/none", "Cannot load the pictures"),

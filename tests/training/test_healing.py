@@ -47,8 +47,7 @@ def bert(tmp_path_factory) -> Path:
     set_seed(0)
     letters = "abcdefghijklmnopqrstuvwxyz,."
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    BertTokenizer(vocab={word: index for index, word in enumerate(words)}).save_pretrained(folder)
     config = BertConfig(**SIZES, vocab_size=len(words), max_position_embeddings=24)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder
