@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -67,3 +68,10 @@ def _run(function: Callable[[Item], Answer], item: Item, sender: Connection) -> 
     except Exception:
         # Code of somebody else may raise anything: the other items go on, and the answer holds the traceback.
         sender.send((None, traceback.format_exc(limit=-4)))
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

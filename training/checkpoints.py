@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import logging
 import re
@@ -17,6 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_posenc.metrics.evaluation import digest
 from hf_posenc.schemes.config import SchemeConfig, walk
 from training.errors import SettingsError
 from training.files import read_json, write_json
@@ -176,4 +176,4 @@ def scheme_code(config: SchemeConfig | None) -> dict[str, str]:
     files = {getattr(sys.modules[module], "__file__", None) for module in own}
     sources = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
     code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sources]
-    return {"code of the scheme": hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]} if code else {}
+    return {"code of the scheme": digest("\n".join(code))} if code else {}

@@ -16,8 +16,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, which has modules of common names
@@ -39,15 +38,6 @@ from training.errors import SettingsError, settings_errors
 from training.one_run import exit_status
 
 
-class HeldOutLoss(NamedTuple):
-    """Mean losses of one text in nats per token: of its beginning, read as a text of the trained length, and of the
-    tokens after that length when the text is read as a whole.
-    """
-
-    within: float
-    past: float
-
-
 def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
     """Returns `(windows, length)` token ids: all full pieces of each text, from its beginning."""
     if length < 2:
@@ -66,21 +56,24 @@ def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
     return torch.stack(windows)
 
 
-def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: int) -> list[HeldOutLoss]:
-    """Returns the losses of each window with a scheme. The model keeps the scheme."""
+def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: int) -> Tensor:
+    """Returns the mean losses of each window with a scheme in nats per token, `(windows, 2)`: of its beginning, read as
+    a text of the trained length, and of the tokens after that length when it is read as a whole. The model keeps the
+    scheme.
+    """
     with warnings.catch_warnings():
         # The model runs without a cache here, and is saved as a stock checkpoint.
         warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
         patch_model(model, config)
     losses = []
     for window in windows.unsqueeze(1):
-        start = window[:, :trained]
-        within, whole = (token_losses(model, text, text, causal=True)[0].double() for text in (start, window))
-        losses.append(HeldOutLoss(float(within.nanmean()), float(whole[trained:].mean())))
-    return losses
+        texts = (window[:, :trained], window)
+        within, whole = (token_losses(model, text, text, causal=True)[0].double() for text in texts)
+        losses.append(torch.stack([within.nanmean(), whole[trained:].mean()]))
+    return torch.stack(losses)
 
 
-def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) -> dict[str, list[HeldOutLoss]]:
+def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) -> dict[str, Tensor]:
     """Returns the losses of each window with the model's own RoPE, with YaRN, and with the factors found."""
     rope = config_in_force(model)
     assert isinstance(rope, RopeConfig)
@@ -92,16 +85,14 @@ def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) 
     return {name: held_out_losses(model, config, windows, trained) for name, config in schemes.items()}
 
 
-def table(losses: dict[str, list[HeldOutLoss]]) -> str:
+def table(losses: dict[str, Tensor]) -> str:
     """Returns means over the windows, and how each scheme differs from YaRN after the trained length, per window."""
     rows = []
     for name, by_text in losses.items():
-        less_yarn = [loss.past - yarn.past for loss, yarn in zip(by_text, losses["yarn"], strict=True)]
-        means = [fmean(loss.within for loss in by_text), fmean(loss.past for loss in by_text), fmean(less_yarn)]
-        lower = f"{sum(difference < 0 for difference in less_yarn)} of {len(less_yarn)}"
-        rows.append([name, f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[2]:+.4f}", lower])
-    head = ["scheme", "at the trained length", "past it", "minus yarn", "below yarn"]
-    return format_table(head, rows)
+        (within, past), less_yarn = by_text.mean(dim=0).tolist(), (by_text - losses["yarn"])[:, 1]
+        lower = f"{int((less_yarn < 0).sum())} of {len(less_yarn)}"
+        rows.append([name, f"{within:.4f}", f"{past:.4f}", f"{float(less_yarn.mean()):+.4f}", lower])
+    return format_table(["scheme", "at the trained length", "past it", "minus yarn", "below yarn"], rows)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -160,7 +151,7 @@ def _run(options: argparse.Namespace) -> None:
         assert trained is not None
         losses = compared(model, search, held_out, trained)
         print(table(losses))
-        if fmean(loss.past for loss in losses["found"]) >= fmean(loss.past for loss in losses["yarn"]):
+        if losses["found"][:, 1].mean() >= losses["yarn"][:, 1].mean():
             raise SettingsError(
                 "The factors found are not better than YaRN on the held-out texts, so nothing was saved. Search on "
                 "more --text or with more --evaluations, or patch with NativeConfig(scaling=YarnScaling(...))."

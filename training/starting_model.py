@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import warnings
 from typing import Any
@@ -25,6 +25,7 @@ from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.installation import require
 from hf_posenc.loading import missing_folder
+from hf_posenc.metrics.evaluation import digest
 from hf_posenc.schemes.registry import as_scheme
 from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured
@@ -216,8 +217,5 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
 def weights_digest(model: Any) -> str:
     """Returns a digest of a model's config and all of its weights."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _INCIDENTAL}
-    hashed = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in model.state_dict().items():
-        hashed.update(name.encode())
-        hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()[:16]
+    weights = itertools.chain.from_iterable(model.state_dict().items())
+    return digest(json.dumps(config, sort_keys=True, default=str), *weights)

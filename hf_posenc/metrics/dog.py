@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.evaluation import check_schemes, config_in_force, evaluation_result, measure_schemes
+from hf_posenc.metrics.evaluation import config_in_force, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, is_causal, is_encoder_decoder, outputs_of, rounding
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.metrics.statistics import cosine_distance, relative_l2
@@ -81,7 +81,6 @@ def dog_test(
             belong to the model, or a scheme given by name needs options.
         UnsupportedError: if the model returns no hidden states.
     """
-    check_schemes(schemes)
     pair = tokenize_pair(tokenizer, sentence, word)
     first, second = list(pair.first), list(pair.second)
     embeddings = _embeddings(model, pair.input_ids)

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from hf_posenc.errors import COLLECTED, SequenceLengthError, UnsupportedError
@@ -70,11 +72,14 @@ def evaluation_result(
     )
 
 
-def digest(*data: Tensor | str) -> str:
-    """Returns a hash of the data that was read, so that results on different data are not compared."""
+def digest(*data: Tensor | np.ndarray | str) -> str:
+    """Returns a hash of data or weights, so that results of different ones are not compared."""
     hashed = hashlib.sha256()
     for part in data:
-        hashed.update(part.encode() if isinstance(part, str) else part.cpu().numpy().tobytes())
+        if isinstance(part, Tensor):
+            # NumPy has no bfloat16.
+            part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        hashed.update(part.encode() if isinstance(part, str) else part.tobytes())
     return hashed.hexdigest()[:16]
 
 
@@ -115,7 +120,7 @@ def measure_schemes(
         UnknownNameError: for an unknown scheme, before the model is changed.
         ValueError: if a scheme given by name needs options.
     """
-    wanted = dict.fromkeys(check_schemes(schemes))
+    wanted = dict.fromkeys(None if scheme == NATIVE else as_scheme(scheme) for scheme in schemes or ())
     with isolated_rng(seed):
         if schemes is None:
             return joined([_measured(model, subject_in_force(model), measure)])
@@ -126,11 +131,6 @@ def measure_schemes(
                 else _patched(model, config, measure, seed)
                 for config in wanted
             )
-
-
-def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeConfig | None]:
-    """Returns the configs of schemes, with `None` for the native one. Raises the errors of `as_scheme`."""
-    return [None if scheme == NATIVE else as_scheme(scheme) for scheme in schemes or ()]
 
 
 def config_in_force(model: Any) -> SchemeConfig | None:

@@ -67,8 +67,6 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
 
     Unlike the normal interval, it stays between 0 and 1, and has a width even if all trials or none succeeded.
     """
-    if trials < 1 or not 0 <= successes <= trials:
-        raise ValueError(f"{successes} of {trials} is not a fraction of trials.")
     square = _NORMAL_QUANTILE**2
     fraction = successes / trials
     centre = (fraction + square / (2 * trials)) / (1 + square / trials)

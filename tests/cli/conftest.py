@@ -5,28 +5,45 @@ from typing import ClassVar
 
 import pytest
 import torch
+from transformers import BertTokenizer, ByT5Tokenizer
 
+from hf_posenc import patch_model
+from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.schemes import SchemeConfig, registry
 from tests.models import tiny
 
+#: The words of the tokenizers of `save_evaluated_models`.
+EVALUATED_WORDS = (*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased")
 
-def save_tokenizer(folder, words=("the", "dog", "chased", "another", "cat"), *, frame=False):
-    """One token per lower-case word; in a frame, texts stand between [CLS] and [SEP], and there is a [MASK]."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(["[MASK]"] if frame else [])]
-    vocabulary = {word: index for index, word in enumerate([*special, *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    if frame:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
-        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+def save_tokenizer(folder, words=("the", "dog", "chased", "another", "cat"), mask="[MASK]"):
+    """One token per lower-case word, between [CLS] and [SEP]."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    ids = {word: index for index, word in enumerate(vocabulary)}
+    BertTokenizer(vocab=ids, mask_token=mask).save_pretrained(folder)
+
+
+def save_evaluated_models(factory):
+    """Folders of models and tokenizers. "bytes" is patched and reads bytes; "words" is a tokenizer without a mask."""
+    torch.manual_seed(0)
+    paths = {name: factory.mktemp(name) for name in ("bert", "headless", "llama", "bytes", "vit", "words")}
+    sizes = {"vocab_size": 64, "initializer_range": 0.2}
+    encoder = sizes | {"hidden_dropout_prob": 0.1}
+    kinds = {
+        "bert": ("BertForMaskedLM", encoder),
+        "headless": ("BertModel", encoder),
+        "llama": ("LlamaForCausalLM", sizes),
+    }
+    for name, (kind, options) in kinds.items():
+        tiny(kind, **options).save_pretrained(paths[name])
+        save_tokenizer(paths[name], EVALUATED_WORDS)
+    save_tokenizer(paths["words"], EVALUATED_WORDS, mask=None)
+    byte_level = {"vocab_size": 384, "num_hidden_layers": 1, "eos_token_id": 1, "initializer_range": 0.2}
+    patch_model(tiny("LlamaForCausalLM", **byte_level), "alibi").save_pretrained(paths["bytes"])
+    ByT5Tokenizer().save_pretrained(paths["bytes"])
+    images = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
+    tiny("ViTForImageClassification", **images).save_pretrained(paths["vit"])
+    return {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer
 
 import hf_posenc
 from hf_posenc import patch_model
@@ -17,33 +16,16 @@ from hf_posenc.cli.catalogue import meanings_of
 from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.loading import load_model
 from hf_posenc.metrics import picture_dog_test
-from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.report import Result
 from tests.models import tiny
 
-from .conftest import save_tokenizer
+from .conftest import EVALUATED_WORDS as WORDS, save_evaluated_models, save_tokenizer
 from .running import refused
-
-WORDS = [*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Models, each with its tokenizer; "bytes" is patched and reads bytes, and "words" is a tokenizer alone."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "initializer_range": 0.2}
-    names = ("bert", "headless", "llama", "bytes", "vit", "words")
-    paths = {name: tmp_path_factory.mktemp(name) for name in names}
-    for name, kind in (("bert", "BertForMaskedLM"), ("headless", "BertModel"), ("llama", "LlamaForCausalLM")):
-        tiny(kind, **sizes).save_pretrained(paths[name])
-        save_tokenizer(paths[name], WORDS, frame=name != "llama")
-    save_tokenizer(paths["words"], WORDS)
-    byte_level = {"vocab_size": 384, "num_hidden_layers": 1, "eos_token_id": 1, "initializer_range": 0.2}
-    patch_model(tiny("LlamaForCausalLM", **byte_level), "alibi").save_pretrained(paths["bytes"])
-    ByT5Tokenizer().save_pretrained(paths["bytes"])
-    images = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
-    tiny("ViTForImageClassification", **images).save_pretrained(paths["vit"])
-    return {name: str(path) for name, path in paths.items()}
+    return save_evaluated_models(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +294,7 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         (LOSS + "--tokenizer {bytes}", "It is the tokenizer of another model"),
         (LOSS + "--device nodevice", "--device nodevice"),
         ("loss {headless} --text {text} --lengths 16", "AutoModelForMaskedLM"),
-        ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
+        ("loss {bert} --text {text} --lengths 16 --tokenizer {words}", "has no mask token"),
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
         ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
         ("resolution {vit} --resolutions 32 --dataset {folder}/none", "Cannot load the pictures"),

@@ -87,12 +87,6 @@ class TestPatch:
         capsys.readouterr()
         return str(tmp_path / "once")
 
-    def test_the_patched_model_is_saved_with_its_tokenizer(self, capsys, bert, tmp_path):
-        assert main(["patch", bert, "alibi", "--output", str(tmp_path)]) == 0
-        assert "alibi" in capsys.readouterr().out
-        assert load_model(str(tmp_path)).position_encoding.config.name == "alibi"
-        assert AutoTokenizer.from_pretrained(tmp_path)("the dog")["input_ids"] == [4, 5]
-
     def test_the_tokenizer_gets_the_length_of_a_scaling(self, llama, tmp_path, capsys):
         """Serving engines and pipelines cut texts at the tokenizer's length."""
         stock, longer, exported = tmp_path / "stock", tmp_path / "longer", tmp_path / "exported"

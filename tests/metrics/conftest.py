@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from tests.models import tiny
 
@@ -13,22 +13,12 @@ WORDS = ("the", "dog", "chased", "another", "cat", "ran", "after", "a")
 TEXT = ["the dog chased another cat after a dog ran " * 20]
 
 
-def build_word_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:
+def build_word_tokenizer(words: tuple[str, ...] = WORDS) -> BertTokenizer:
     """One token per lower-case word, between [CLS] and [SEP]; unknown words are spelled with ##letters."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     letters = "abcdefghijklmnopqrstuvwxyz"
-    tokens = [*special, *words, *(letter for letter in letters if letter not in words)]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words, *(letter for letter in letters if letter not in words)]
     tokens += ["##" + letter for letter in letters]
-    tokenizer = Tokenizer(models.WordPiece({token: index for index, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    return BertTokenizer(vocab={token: index for index, token in enumerate(tokens)}, mask_token=None)
 
 
 def build_byte_tokenizer(merged: tuple[str, ...] = ("dog",)) -> PreTrainedTokenizerFast:
@@ -49,7 +39,7 @@ def build_byte_tokenizer(merged: tuple[str, ...] = ("dog",)) -> PreTrainedTokeni
 
 
 @pytest.fixture
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> BertTokenizer:
     return build_word_tokenizer()
 
 

@@ -139,7 +139,9 @@ def test_a_scheme_with_required_options_is_refused_by_name_and_taken_as_a_config
     with pytest.raises(ValueError, match="'composed' needs the option parts"):
         dog_test(encoder, word_tokenizer, ["composed"])
     config = ComposedConfig((AlibiConfig(), IntegerConfig(direction="one_hot")))
-    assert dog_test(encoder, word_tokenizer, [config]).record("composed", "told_apart").passed
+    result = dog_test(encoder, word_tokenizer, [config])
+    assert result.labels == ["composed(parts=[alibi, integer(direction=one_hot)])"]
+    assert result.record("composed", "told_apart").passed
 
 
 def test_the_tokenizer_of_another_model_is_refused(encoder, byte_tokenizer):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer
 
 from hf_posenc import RopeConfig, UnknownNameError, patch_model
 from hf_posenc.cli import main
@@ -18,12 +17,10 @@ from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.loading import load_model, load_tokenizer
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.evaluation import measure_schemes
-from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.report import Record, Result
-from tests.metrics.conftest import assert_same, build_word_tokenizer, fingerprint
-from tests.models import tiny
+from tests.cli.conftest import EVALUATED_WORDS as WORDS, save_evaluated_models
+from tests.metrics.conftest import assert_same, fingerprint
 
-WORDS = (*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased")
 TEXT = " ".join(WORDS[index] for index in torch.randint(len(WORDS), (200,), generator=torch.manual_seed(0)))
 PAIRS = {"name": "tiny", "examples": [{"input": "the dog ", "target_scores": {"sees": 1, "near": 0}}]}
 
@@ -33,7 +30,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "properties": ("none", {}),
     "loss": ("bert", {"texts": [TEXT], "lengths": [16, 32], "max_windows": 2, "sliding_window": 16}),
     "sensitivity": ("bert", {"text": TEXT, "gaps": [2], "offsets": [1], "context": 8}),
-    "generalization": ("llama", {"task": "copy", "lengths": [2], "samples": 4}),
+    "generalization": ("bytes", {"task": "copy", "lengths": [2], "samples": 4}),
     "minimal-pairs": ("bert", {"task": "pairs.json"}),
     "quantized": ("bert", {"texts": [TEXT], "length": 16, "variants": ["ids bfloat16"], "positions": [0]}),
     "attention": ("bert", {"texts": [TEXT], "length": 16}),
@@ -41,27 +38,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "picture-dog": ("vit", {"first": [0, 0], "second": [4, 4]}),
     "resolution": ("vit", {"resolutions": [16, 32], "max_pictures": 6}),
 }
-PICTURES: dict[str, Any] = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
 #: More dimensions than any head has.
 REFUSED = RopeConfig(rotary_dim=1024)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    words, tokens = build_word_tokenizer(tuple(dict.fromkeys(WORDS))), ByT5Tokenizer()
-    words.add_special_tokens({"mask_token": "[MASK]"})
-    torch.manual_seed(0)
-    models = {
-        "bert": (tiny("BertForMaskedLM", vocab_size=len(words), hidden_dropout_prob=0.1, initializer_range=0.2), words),
-        "llama": (tiny("LlamaForCausalLM", vocab_size=len(tokens), eos_token_id=1, initializer_range=0.2), tokens),
-        "vit": (tiny("ViTForImageClassification", **PICTURES), None),
-    }
-    saved = {}
-    for name, (model, tokenizer) in models.items():
-        saved[name] = str(tmp_path_factory.mktemp(name))
-        for part in filter(None, (model, tokenizer)):
-            part.save_pretrained(saved[name])
-    return saved
+    return save_evaluated_models(tmp_path_factory)
 
 
 @pytest.fixture(params=EVALUATIONS)
@@ -185,7 +168,7 @@ def test_an_error_half_way_leaves_the_model_as_it_was(scheme: str | None, folder
 
 
 def test_the_module_of_evaluate_passes_errors_on(load: Any, folders: dict[str, str], tmp_path: Path) -> None:
-    model, tokenizer = load_model(folders["llama"]), load_tokenizer(folders["llama"])
+    model, tokenizer = load_model(folders["bytes"]), load_tokenizer(folders["bytes"])
     with pytest.raises(MeasurementError, match="whole number"):
         load("generalization").compute(data=["copy"], model=model, tokenizer=tokenizer, lengths=[0])
     with pytest.raises(ValueError, match="Pass tokenizer="):

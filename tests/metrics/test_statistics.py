@@ -58,9 +58,3 @@ def test_intervals_are_exact_at_0_and_1():
     for trials in range(1, 500):
         assert wilson_interval(0, trials)[0] == 0
         assert wilson_interval(trials, trials)[1] == 1
-
-
-@pytest.mark.parametrize(("successes", "trials"), [(0, 0), (3, 2), (-1, 5)])
-def test_what_is_no_fraction(successes, trials):
-    with pytest.raises(ValueError, match="not a fraction"):
-        wilson_interval(successes, trials)

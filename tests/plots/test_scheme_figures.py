@@ -28,7 +28,6 @@ from hf_posenc.schemes import (
     BinaryConfig,
     ComposedConfig,
     DynamicScaling,
-    LearnedConfig,
     LinearScaling,
     NoneConfig,
     PRopeConfig,
@@ -296,17 +295,6 @@ def test_small_tables_are_drawn_larger_and_the_caption_says_so(config, enlarged,
         assert torch.allclose(bias_matrix(subject, 8), bias_matrix(subject_of(AlibiConfig()), 8), rtol=1e-5)
 
 
-def test_what_is_drawn_does_not_depend_on_the_global_seed():
-    torch.manual_seed(1)
-    first = subject_of(LearnedConfig())
-    torch.manual_seed(2)
-    state = torch.get_rng_state()
-    second = subject_of(LearnedConfig())
-    assert torch.equal(state, torch.get_rng_state())
-    for one, other in zip(first.parts.additive.parameters(), second.parts.additive.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @dataclass(frozen=True)
 class WideRopeConfig(SchemeConfig):
     """A third party's scheme that needs heads of 128 dimensions and both directions."""
@@ -339,12 +327,6 @@ def test_files_are_small_images_and_text(tmp_path):
     assert svg.stat().st_size < 100_000
     again = plot_scheme(RopeConfig(), tmp_path / "again", kinds=["heat_map"])
     assert [path.read_bytes() for path in again] == [png.read_bytes(), svg.read_bytes()]
-
-
-def test_labels_name_the_options_that_differ_from_the_defaults():
-    assert RopeConfig().label == "rope"
-    assert RopeConfig(theta=5e5, scaling=LinearScaling(2.0)).label == "rope(theta=500000, linear x2)"
-    assert ComposedConfig((RopeConfig(), AlibiConfig())).label == "composed(parts=[rope, alibi])"
 
 
 def test_the_command_writes_the_files_it_prints(tmp_path, capsys):

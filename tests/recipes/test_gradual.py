@@ -125,23 +125,32 @@ def test_equal_schemes_on_both_sides_share_nothing():
     assert not torch.equal(blend.new.weight, old)
 
 
-def test_rotations_of_the_same_pairs_blend_into_one_of_interpolated_frequencies():
-    schemes = (None, RopeConfig(scaling=LinearScaling(4.0)))
-    model, linear = (patched("llama_gqa", scheme).eval() for scheme in schemes)
-    begin_blend(model, "none")
-    set_blend_strength(model, 0.75)
-    # A quarter of all positions is position interpolation by 4; angles differ by the rounding of a product.
-    assert distance(_outputs(model), _outputs(linear)) < 1e-5
+#: The temperature of YaRN comes by degrees.
+SCALED = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=8, attention_factor=1.5))
+LAYERED = ScheduleConfig((RopeConfig(), NoneConfig()))
 
 
-def test_the_temperature_of_yarn_comes_by_degrees():
-    scaled = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=8, attention_factor=1.5))
-    model = patched("llama_gqa", "rope").eval()
+@pytest.mark.parametrize(
+    ("old", "new", "strength", "expected"),
+    [
+        # A quarter of all positions is position interpolation by 4; angles differ by the rounding of a product.
+        (None, "none", 0.75, RopeConfig(scaling=LinearScaling(4.0))),
+        ("rope", SCALED, 1.0, SCALED),
+        # Layers that differ are blended one by one.
+        (None, LAYERED, 1.0, LAYERED),
+    ],
+    ids=["frequencies", "temperature", "layers"],
+)
+def test_a_share_of_the_new_scheme_is_a_scheme(old, new, strength, expected):
+    model = patched("llama_gqa", old).eval()
     before = _outputs(model)
-    begin_blend(model, scaled)
+    begin_blend(model, new)
     assert distance(_outputs(model), before) < CLOSE
-    set_blend_strength(model, 1.0)
-    assert distance(_outputs(model), _outputs(patched("llama_gqa", scaled).eval())) < CLOSE
+    set_blend_strength(model, strength)
+    if strength == 1:
+        finish_blend(model)
+        assert model.position_encoding.config == expected
+    assert distance(_outputs(model), _outputs(patched("llama_gqa", expected).eval())) < 1e-5
 
 
 def test_the_way_is_continuous():
@@ -154,18 +163,6 @@ def test_the_way_is_continuous():
     whole = distance(way[-1], way[0])
     steps = [distance(after, before) for before, after in itertools.pairwise(way)]
     assert max(steps) < whole / 2
-
-
-def test_layers_that_differ_are_blended_one_by_one():
-    model = patched("llama_gqa", None).eval()
-    new = ScheduleConfig((RopeConfig(), NoneConfig()))
-    before = _outputs(model)
-    begin_blend(model, new)
-    assert distance(_outputs(model), before) < CLOSE
-    assert isinstance(model.position_encoding.config, ScheduleConfig)
-    set_blend_strength(model, 1.0)
-    finish_blend(model)
-    assert distance(_outputs(model), _outputs(patched("llama_gqa", new).eval())) < CLOSE
 
 
 def test_a_blend_is_saved_and_loaded_at_its_strength(tmp_path):

@@ -15,6 +15,7 @@ from hf_posenc.recipes import (
     PerturbedSelfDistillation,
     SchemePhases,
     SchemePhasesCallback,
+    add_lora,
     drope,
     frozen_teacher,
     hidden_state_loss,
@@ -33,6 +34,7 @@ OTHERS: dict[Any, Callable[[], dict[str, Any]]] = {
     Distillation: lambda: {"teacher": frozen_teacher(patched("llama_gqa", None)), "causal": True},
     PerturbedSelfDistillation: lambda: {"model": patched("llama_gqa", None)},
     perturbed_positions: lambda: {"positions": torch.arange(8)[None]},
+    add_lora: lambda: {"model": patched("llama_gqa", None), "config": None},
     pose_positions: lambda: {"positions": torch.arange(8)[None], "target_length": 16},
 }
 OUTPUTS, NARROW = torch.rand(2, 3, 5), torch.rand(2, 3, 1)
@@ -68,6 +70,7 @@ WRONG: list[tuple[partial[Any], str]] = [
     # A part without a step.
     *((partial(drope, *of), "at least 1") for of in ((10, 0.0), (10, 1.0), (1, 0.5), (10, NAN), (10, -0.5))),
     (partial(SchemePhasesCallback, "drope"), "drope"),
+    (partial(add_lora), "has no scheme to train. Call swap_scheme or patch_model"),
     *((partial(GradualSwapCallback, steps), "steps is .*at least 1") for steps in (0, True, 2.0)),
 ]
 

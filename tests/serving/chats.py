@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -12,11 +11,7 @@ from typing import Any
 
 import openai
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.processes import free_port
 
 
 def wait_for(address: str, seconds: float) -> None:

@@ -12,27 +12,10 @@ from training.report import outputs
 from training.study.corpus import study_tokenizer
 from training.study.settings import StudySettings
 
-SENTENCES = (
-    "The ship left the harbour before dawn, and nobody on the quay saw it go. ",
-    "A letter came for the captain, who was already far beyond the reach of any letter. ",
-    "In the evening the wind turned, and with the wind the mood of the whole town. ",
-    "Nobody spoke of the ship again until the winter, when a sail was seen from the tower. ",
-)
-
-
-@pytest.fixture(scope="session")
-def text_folder(tmp_path_factory) -> Path:
-    """Eight documents of a few hundred bytes, each different."""
-    folder = tmp_path_factory.mktemp("texts")
-    for index in range(8):
-        order = SENTENCES[index % 4 :] + SENTENCES[: index % 4]
-        (folder / f"document{index}.txt").write_text("".join(order) * (index + 2), encoding="utf-8")
-    return folder
-
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight other documents, for runs."""
+    """Eight documents of a few hundred bytes, each different."""
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
@@ -51,9 +34,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def tiny(text_folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
+def tiny(texts: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments of a comparison in `tmp_path / "out"` that takes seconds."""
-    return functools.partial(study_words, text_folder, tmp_path / "out")
+    return functools.partial(study_words, texts, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

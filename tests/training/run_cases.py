@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.fresh import run_together
+from tests.processes import free_port
+from tests.training.trainer_cases import without_clocks
 from training import run_clm, run_mlm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def launch(config: Path, script: Path, arguments: list[str], fails: bool = False
     """`accelerate launch` on a free port; returns what was said."""
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
-        free_port(), str(script), *arguments,
+        str(free_port()), str(script), *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode != 0) == fails, done.stderr[-3000:]
@@ -85,19 +86,12 @@ def launch(config: Path, script: Path, arguments: list[str], fails: bool = False
 
 def start_two(script: Path, arguments: list[str]) -> str:
     """Two processes with the variables that `accelerate launch` sets, in a fraction of its time; what they said."""
-    common = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
     both = run_together(program, script, *arguments, environments=ranks)
     assert [done.returncode for done in both] == [0, 0], both[0].stderr[-3000:] + both[1].stderr[-3000:]
     return "".join(done.stdout + done.stderr for done in both)
-
-
-def free_port() -> str:
-    """A port of this machine that nothing listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def study_words(text: Path, output: Path, **changes: Any) -> list[str]:
@@ -128,9 +122,7 @@ def study_figures(output: Path) -> dict[str, list[Any]]:
 
 def curve(output: Path) -> list[dict[str, float]]:
     """What a run logged, without clocks."""
-    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    clocks = ("runtime", "per_second")
-    return [{name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in history]
+    return without_clocks(json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"])
 
 
 def losses(output: Path) -> list[float]:

@@ -42,9 +42,9 @@ def three_tasks(text: Path, output: Path, **changes: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, no_figures: None) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, texts: Path, no_figures: None) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "my study"
-    assert compare.main(three_tasks(text_folder, folder)) == 0
+    assert compare.main(three_tasks(texts, folder)) == 0
     return folder
 
 
@@ -122,24 +122,24 @@ def test_saved_models_come_back_and_are_compared(finished: Path, capsys: Any) ->
 
 @pytest.mark.long
 def test_a_finished_study_is_not_trained_again(
-    finished: Path, text_folder: Path, never_trained: None, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    finished: Path, texts: Path, never_trained: None, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = study_figures(finished)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert compare.main(three_tasks(text_folder, finished)) == 0
+    assert compare.main(three_tasks(texts, finished)) == 0
     assert study_figures(finished) == before
     said = capsys.readouterr().out
     assert "report.html" in said
     for command in ("loss {}/causal-* --text FILE --lengths 16 32 64", "generalization {}/repeated_copy-* --task rep"):
         assert f"  hf-posenc eval {command.format(shlex.quote(str(finished / 'models')))}" in said
-    assert compare.main(three_tasks(text_folder, finished, save_models=None)) == 0
+    assert compare.main(three_tasks(texts, finished, save_models=None)) == 0
     assert "were not kept" in capsys.readouterr().out
     # Threads are those of the trainings, and not of the last start.
     assert json.loads((finished / "results.json").read_text())["machine"]["threads_per_run"] == 1
 
 
 def test_packed_trainings_are_not_trained_again_elsewhere(
-    finished: Path, text_folder: Path, tmp_path: Path, never_trained: None
+    finished: Path, texts: Path, tmp_path: Path, never_trained: None
 ) -> None:
     file, elsewhere = tmp_path / "runs.parquet", tmp_path / "elsewhere"
     assert archive.main(["pack", str(finished), str(file)]) == 0
@@ -150,14 +150,14 @@ def test_packed_trainings_are_not_trained_again_elsewhere(
     written = json.loads((finished / "results.json").read_text())
     assert archive.study_in(file) == {name: value for name, value in written.items() if name != "runs"}
     assert archive.main(["unpack", str(file), str(elsewhere)]) == 0
-    assert compare.main(three_tasks(text_folder, elsewhere, save_models=None)) == 0
+    assert compare.main(three_tasks(texts, elsewhere, save_models=None)) == 0
     assert study_figures(elsewhere) == study_figures(finished)
     # Models are not packed, so one that a new training would start from is missed at once.
     again = {
         "schemes": "rope,stretched,again",
         "scheme_options": STRETCHED | {"again": {"scheme": "alibi", "from": "rope"}},
     }
-    assert compare.main(three_tasks(text_folder, elsewhere, save_models=None, **again)) == 2
+    assert compare.main(three_tasks(texts, elsewhere, save_models=None, **again)) == 2
 
 
 def test_what_is_no_archive_is_refused(finished: Path, tmp_path: Path, capsys: Any) -> None:
@@ -214,10 +214,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, no_figures: None) -> Path:
+def small(tmp_path_factory: pytest.TempPathFactory, texts: Path, no_figures: None) -> Path:
     """A finished study of one training, which no test changes."""
     folder = tmp_path_factory.mktemp("small") / "out"
-    assert compare.main(study_words(text_folder, folder, schemes="none")) == 0
+    assert compare.main(study_words(texts, folder, schemes="none")) == 0
     return folder
 
 

@@ -15,17 +15,17 @@ def settings(source, **changes) -> StudySettings:
     return StudySettings(dataset_name=str(source), **options)
 
 
-def test_split_is_by_whole_documents_and_loses_nothing(text_folder, tokenizer):
-    corpus = load_corpus(settings(text_folder), tokenizer, 16, 64)
+def test_split_is_by_whole_documents_and_loses_nothing(texts, tokenizer):
+    corpus = load_corpus(settings(texts), tokenizer, 16, 64)
     end = tokenizer.eos_token
     parts = {name: tokenizer.decode(getattr(corpus, name).tokens).split(end)[:-1] for name in ("train", "validation")}
-    texts = sorted(path.read_text() for path in text_folder.iterdir())
-    assert sorted(parts["train"] + parts["validation"]) == texts
+    written = sorted(path.read_text() for path in texts.iterdir())
+    assert sorted(parts["train"] + parts["validation"]) == written
     assert len(parts["validation"]) == 2 == corpus.summary["validation_documents"]
 
 
-def test_split_depends_on_the_seed_alone(text_folder, tokenizer):
-    first, again, other = (load_corpus(settings(text_folder, split_seed=seed), tokenizer, 16, 64) for seed in (1, 1, 2))
+def test_split_depends_on_the_seed_alone(texts, tokenizer):
+    first, again, other = (load_corpus(settings(texts, split_seed=seed), tokenizer, 16, 64) for seed in (1, 1, 2))
     assert first.summary["digest"] == again.summary["digest"] != other.summary["digest"]
 
 

@@ -49,9 +49,9 @@ def installed(executor: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, no_figures: None) -> dict[str, list[Any]]:
+def straight(tmp_path_factory: pytest.TempPathFactory, texts: Path, no_figures: None) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("straight") / "out"
-    assert compare.main(study_words(text_folder, folder, **OPTIONS)) == 0
+    assert compare.main(study_words(texts, folder, **OPTIONS)) == 0
     return study_figures(folder)
 
 

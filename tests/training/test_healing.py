@@ -47,8 +47,7 @@ def bert(tmp_path_factory) -> Path:
     set_seed(0)
     letters = "abcdefghijklmnopqrstuvwxyz,."
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    BertTokenizer(vocab={word: index for index, word in enumerate(words)}).save_pretrained(folder)
     config = BertConfig(**SIZES, vocab_size=len(words), max_position_embeddings=24)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder
@@ -89,8 +88,8 @@ SCHEMES = {
 
 
 @pytest.mark.long
-def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_path, capsys):
-    words = of_pretrained(llama, text_folder, tmp_path / "out", SCHEMES)
+def test_every_cell_starts_from_the_pretrained_model(llama, texts, tmp_path, capsys):
+    words = of_pretrained(llama, texts, tmp_path / "out", SCHEMES)
     assert compare.main(words) == 0, capsys.readouterr().err
     runs = {run["scheme"]: run for run in study_runs(tmp_path / "out").values()}
     assert set(runs) == set(SCHEMES)
@@ -127,11 +126,9 @@ def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_pat
 
 
 @pytest.mark.long
-def test_an_interrupted_cell_goes_on_where_it_was(llama, text_folder, tmp_path, monkeypatch):
+def test_an_interrupted_cell_goes_on_where_it_was(llama, texts, tmp_path, monkeypatch):
     schemes = {"t5-gradual": {"scheme": "t5", "swap": {"gradual_steps": 3}}}
-    whole, cut = (
-        of_pretrained(llama, text_folder, tmp_path / name, schemes, eval_every=3) for name in ("whole", "cut")
-    )
+    whole, cut = (of_pretrained(llama, texts, tmp_path / name, schemes, eval_every=3) for name in ("whole", "cut"))
     assert compare.main(whole) == 0
     with monkeypatch.context() as patch:
         interrupt(patch, GradualSwapCallback)
@@ -140,11 +137,11 @@ def test_an_interrupted_cell_goes_on_where_it_was(llama, text_folder, tmp_path, 
     assert study_figures(tmp_path / "cut") == study_figures(tmp_path / "whole")
 
 
-def test_pretrained_weights_that_changed_are_noticed(llama, text_folder, tmp_path, capsys):
+def test_pretrained_weights_that_changed_are_noticed(llama, texts, tmp_path, capsys):
     model = LlamaForCausalLM.from_pretrained(llama)
     model.save_pretrained(tmp_path / "model")
     ByT5Tokenizer().save_pretrained(tmp_path / "model")
-    words = of_pretrained(tmp_path / "model", text_folder, tmp_path / "out", {"none": {}}, max_steps=0)
+    words = of_pretrained(tmp_path / "model", texts, tmp_path / "out", {"none": {}}, max_steps=0)
     assert compare.main(words) == 0
     model.lm_head.weight.data.zero_()
     model.save_pretrained(tmp_path / "model")
@@ -156,25 +153,25 @@ def test_pretrained_weights_that_changed_are_noticed(llama, text_folder, tmp_pat
 # Sentence encoders
 
 
-def test_a_teacher_of_limited_length_reads_longer_text_in_pieces(bert, text_folder):
+def test_a_teacher_of_limited_length_reads_longer_text_in_pieces(bert, texts):
     tokenizer = BertTokenizer.from_pretrained(bert)
-    study = StudySettings(dataset_name=str(text_folder), validation_fraction=0.25)
-    texts = Texts(load_corpus(study, tokenizer, 24, 24).train, tokenizer)
+    study = StudySettings(dataset_name=str(texts), validation_fraction=0.25)
+    pieces = Texts(load_corpus(study, tokenizer, 24, 24).train, tokenizer)
     model = BertModel.from_pretrained(bert, add_pooling_layer=False).eval()
-    teacher = Teacher(model, texts)
-    short, long = texts.row(5, 20)[None], texts.row(5, 60)[None]
+    teacher = Teacher(model, pieces)
+    short, long = pieces.row(5, 20)[None], pieces.row(5, 60)[None]
     assert short[0, 0] == tokenizer.cls_token_id
     assert long[0, -1] == tokenizer.sep_token_id
     with torch.no_grad():
         assert torch.equal(teacher.states(short), model(input_ids=short).last_hidden_state)
         states = teacher.states(long)
-        second = model(input_ids=texts.frame.around(long[:, 23:45], targets=False)).last_hidden_state
+        second = model(input_ids=pieces.frame.around(long[:, 23:45], targets=False)).last_hidden_state
     assert states.shape == (1, 60, 32)
     assert torch.equal(states[:, 23:45], second[:, 1:-1])
 
 
 @pytest.mark.long
-def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
+def test_an_encoder_is_led_past_its_length(bert, texts, tmp_path, capsys):
     within = {"train_lengths": [16, 24]}
     schemes = {
         "control": {"scheme": "native", "training": within},
@@ -184,7 +181,7 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
         "too-long": {"scheme": "alibi", "swap": {"gradual_steps": 4}},
     }  # fmt: skip
     words = of_pretrained(
-        bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16,24,64", train_lengths="16,64",
+        bert, texts, tmp_path, schemes, tasks="embedding", test_lengths="16,24,64", train_lengths="16,64",
         max_steps=8, eval_every=4, batch_size=2, learning_rate=3e-3,
     )  # fmt: skip
     assert compare.main(words) == 0, capsys.readouterr().err
@@ -202,10 +199,10 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
     assert "cosine at 64" in (tmp_path / "table.md").read_text()
 
 
-def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, text_folder, tmp_path, monkeypatch, capsys):
+def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, texts, tmp_path, monkeypatch, capsys):
     calls = recorded_calls(monkeypatch, BertModel)
     schemes = {"skipped": {"scheme": "rope", "training": {"pose_length": 64}}, "rope": {}}
-    words = of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=3)
+    words = of_pretrained(bert, texts, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=3)
     assert compare.main(words) == 0, capsys.readouterr().err
     skipped, plain = study_runs(tmp_path).values()
     seen = [(positions, mask) for training, positions, mask in calls if training]
@@ -216,27 +213,27 @@ def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, text_folde
         assert (positions.diff(dim=-1) > 1).sum() <= len(positions)
         assert int(positions.max()) < 64
     assert max(int(positions.max()) for positions, _ in seen[:3]) > 24
-    assert skipped["by_length"] != plain["by_length"]
+    assert skipped["curve"]["train_loss"] != plain["curve"]["train_loss"]
     schemes["skipped"]["training"]["pose_length"] = 24
     capsys.readouterr()
-    assert compare.main(of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16")) == 2
+    assert compare.main(of_pretrained(bert, texts, tmp_path, schemes, tasks="embedding", test_lengths="16")) == 2
     assert "pose_length is 24, but no text could skip positions" in capsys.readouterr().err
 
 
-def test_a_table_that_ends_before_pose_length_is_not_trained(bert, text_folder, tmp_path, capsys):
+def test_a_table_that_ends_before_pose_length_is_not_trained(bert, texts, tmp_path, capsys):
     """Whatever is drawn: the last position may come late, or never."""
     schemes = {"short": {"scheme": "learned", "num_positions": 63, "training": {"pose_length": 64}}}
-    compare.main(of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=1))
+    compare.main(of_pretrained(bert, texts, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=1))
     assert "A sequence of length 64 is longer than the 63 positions" in capsys.readouterr().err
     schemes = {"stock": {"scheme": "native", "training": {"pose_length": 640}}}
-    words = of_pretrained(bert, text_folder, tmp_path / "stock", schemes, tasks="embedding", test_lengths="16")
+    words = of_pretrained(bert, texts, tmp_path / "stock", schemes, tasks="embedding", test_lengths="16")
     compare.main([*words, "--max_steps=1"])
     assert "has 24 positions, but 640 are trained" in capsys.readouterr().err
 
 
-def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, texts, tmp_path, monkeypatch, capsys):
     words = of_pretrained(
-        bert, text_folder, tmp_path, {"control": {"scheme": "native"}}, tasks="embedding", test_lengths="16",
+        bert, texts, tmp_path, {"control": {"scheme": "native"}}, tasks="embedding", test_lengths="16",
         max_steps=3, eval_every=3,
     )  # fmt: skip
 

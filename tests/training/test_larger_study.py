@@ -22,16 +22,16 @@ STUDY = Path(__file__).resolve().parents[2] / "docs" / "study" / "settings" / "r
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> Path:
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    assert train_tokenizer.main([str(folder), "--vocab_size=300", f"--dataset_name={text_folder}"]) == 0
+    assert train_tokenizer.main([str(folder), "--vocab_size=300", f"--dataset_name={texts}"]) == 0
     return folder
 
 
-def test_a_trained_tokenizer_reads_and_writes_any_text(tokenizer_folder: Path, text_folder: Path) -> None:
+def test_a_trained_tokenizer_reads_and_writes_any_text(tokenizer_folder: Path, texts: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     assert len(tokenizer) == 300
-    for text in (next(text_folder.glob("*.txt")).read_text(), "übel 犬 \x00\n"):
+    for text in (next(texts.glob("*.txt")).read_text(), "übel 犬 \x00\n"):
         tokens = tokenizer(text)["input_ids"]
         assert tokenizer.decode(tokens) == text
         assert len(tokens) < len(text.encode()) or len(text) < 10
@@ -97,13 +97,13 @@ def test_the_larger_study_has_the_size_that_its_text_says() -> None:
 
 
 def test_the_larger_study_runs_at_a_small_size(
-    tokenizer_folder: Path, text_folder: Path, tmp_path: Path, no_figures: None
+    tokenizer_folder: Path, texts: Path, tmp_path: Path, no_figures: None
 ) -> None:
     small = {
         "schemes": None, "tasks": None, "tokenizer_name": tokenizer_folder, "seeds": 0, "length_factor": 2,
         "batch_size": 2, "eval_windows": 2, "trainer": "{bf16: true, use_cpu: true}",
     }  # fmt: skip
-    assert compare.main([str(STUDY), *study_words(text_folder, tmp_path / "out", **small)]) == 0
+    assert compare.main([str(STUDY), *study_words(texts, tmp_path / "out", **small)]) == 0
     runs = study_runs(tmp_path / "out").values()
     assert [run["status"] for run in runs] == ["finished"] * 8
     assert len({run["by_length"]["loss"][-1] for run in runs}) > 4

@@ -78,8 +78,10 @@ def trainer(folder: Path, causal: bool = True, model: Any = None, **options: Any
 
 
 def curve(made: SchemeTrainer) -> list[dict[str, float]]:
-    """What was logged, without clocks."""
+    """What was logged."""
+    return without_clocks(made.state.log_history)
+
+
+def without_clocks(history: list[dict[str, float]]) -> list[dict[str, float]]:
     clocks = ("runtime", "per_second")
-    return [
-        {name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in made.state.log_history
-    ]
+    return [{name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in history]

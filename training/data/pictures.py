@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.utils.data import default_collate
 from transformers import ViTImageProcessorPil
 from transformers.image_utils import PILImageResampling
 
+from hf_posenc.metrics.evaluation import digest
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
 
@@ -82,11 +82,9 @@ class PictureRows(RowsByEpoch):
 
     def digest(self) -> str:
         """Returns a digest of the labels, and of up to 64 evenly spread pictures as they appear in epoch 0."""
-        hashed = hashlib.sha256(repr((self.pictures.source, self.pictures.labels)).encode())
         count = min(_DIGEST_PICTURES, len(self))
-        for number in range(count):
-            hashed.update(self[number * len(self) // count]["pixel_values"].numpy().tobytes())
-        return hashed.hexdigest()[:16]
+        shown = (self[number * len(self) // count]["pixel_values"] for number in range(count))
+        return digest(repr((self.pictures.source, self.pictures.labels)), *shown)
 
 
 def picture_batch(rows: Sequence[dict[str, Any]], **options: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
+from hf_posenc.metrics.evaluation import digest
 from hf_posenc.recipes import pose_positions
 from training.arguments import DataArguments
 from training.data.loading import first_rows, has_text_files, load_named_dataset, split_rows
@@ -82,7 +82,7 @@ class TokenStream:
 
     def digest(self) -> str:
         """Returns a digest of the tokens and of the beginnings of documents."""
-        return hashlib.sha256(self.bounds.tobytes() + self.tokens.astype(np.int32).tobytes()).hexdigest()[:16]
+        return digest(self.bounds, self.tokens.astype(np.int32))
 
 
 def tokenize(documents: Any, column: str, tokenizer: PreTrainedTokenizerBase, workers: int | None = None) -> Any:

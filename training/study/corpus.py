@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from hf_posenc.metrics.evaluation import digest
 from training.arguments import ModelArguments
 from training.data.loading import first_rows, load_named_dataset, split_rows
 from training.data.text import TokenStream, tokenize
@@ -32,18 +32,6 @@ class Corpus:
     train: TokenStream
     validation: TokenStream
     summary: dict[str, Any]
-
-    @classmethod
-    def of(cls, train: TokenStream, validation: TokenStream, source: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-        """Returns the corpus with its summary."""
-        digest = hashlib.sha256(train.tokens.astype(np.int32).tobytes())
-        digest.update(validation.tokens.astype(np.int32).tobytes())
-        summary = {
-            "source": source, "train_documents": train.documents, "validation_documents": validation.documents,
-            "train_tokens": len(train), "validation_tokens": len(validation), "tokenizer": type(tokenizer).__name__,
-            "vocabulary": len(tokenizer), "digest": digest.hexdigest()[:16],
-        }  # fmt: skip
-        return cls(train, validation, summary)
 
     def save(self, folder: Path) -> None:
         """Writes both streams so that worker processes can memory-map them."""
@@ -85,10 +73,10 @@ def load_corpus(
             "Give several files, rows or paragraphs."
         )
     number = min(round(len(dataset) * settings.validation_fraction), len(dataset) - 1)
-    train, held_out = split_rows(dataset, [number], settings.split_seed)
+    part, held_out = split_rows(dataset, [number], settings.split_seed)
     streams = []
     for name, documents, most, needed in (
-        ("train", train, settings.max_train_samples, train_length),
+        ("train", part, settings.max_train_samples, train_length),
         ("validation", held_out, settings.max_eval_samples, max_length),
     ):
         stream = TokenStream.of_documents(tokenize(first_rows(documents, most), column, tokenizer))
@@ -98,7 +86,13 @@ def load_corpus(
                 f"window needs {needed}. Use more text, a shorter --train_length, or another --validation_fraction."
             )
         streams.append(stream)
-    return Corpus.of(streams[0], streams[1], source, tokenizer)
+    train, validation = streams
+    summary = {
+        "source": source, "train_documents": train.documents, "validation_documents": validation.documents,
+        "train_tokens": len(train), "validation_tokens": len(validation), "tokenizer": type(tokenizer).__name__,
+        "vocabulary": len(tokenizer), "digest": digest(*(stream.tokens.astype(np.int32) for stream in streams)),
+    }  # fmt: skip
+    return Corpus(train, validation, summary)
 
 
 def unigram_cross_entropy(train: NDArray[np.int32], targets: NDArray[np.int32], vocabulary: int) -> float:

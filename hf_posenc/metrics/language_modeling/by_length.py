@@ -121,7 +121,7 @@ def loss_by_length(
         lengths: the lengths to read, in tokens; at most the length of the windows plus the frame.
         causal: whether the model predicts the next token; `None` measures it.
         tail: number of last tokens of each window in the tail, less than the shortest length; by default 32, or half
-            the shortest length if that has no more than 32 tokens of text.
+            the text of the shortest length if that is less.
         position_bin: width of the position bins in tokens; by default half the shortest length.
         sliding_window: the length of the sliding window, usually the trained one; `None` omits it. A shorter text is
             one window.
@@ -148,8 +148,7 @@ def loss_by_length(
             f"is {frame.size + 2} to {window_length + frame.size} tokens. Use longer windows of text, or shorter "
             f"lengths."
         )
-    if tail is None:
-        tail = TAIL if ascending[0] - frame.size > TAIL else default_tail(ascending[0] - frame.size)
+    tail = default_tail(ascending[0] - frame.size) if tail is None else tail
     if not 1 <= tail < ascending[0] - frame.size:
         raise MeasurementError(
             f"tail={tail} must be at least 1 and less than the shortest length ({ascending[0]}, {frame.size} of them "

@@ -163,18 +163,14 @@ def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
     count = rows.shape[0]
     # Columns in which all positions are equal add nothing to any distance.
     columns = rows[:, (rows != rows[:1]).any(dim=0)].double()
-    squares = columns.square().sum(dim=-1)
-    approximate = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * columns @ columns.T).clamp(min=0)
-    # The difference of squares loses digits, so the nearest candidates are compared again directly.
-    later = torch.ones(count, count, dtype=torch.bool).tril(diagonal=-1)
-    candidates = (
-        approximate.masked_fill(~later, torch.inf).flatten().topk(min(64, count * (count - 1) // 2), largest=False)
-    )
-    first, second = candidates.indices % count, candidates.indices // count
-    distances = (columns[first] - columns[second]).norm(dim=-1)
-    best = int(distances.argmin())
-    duplicate = (approximate.sqrt() <= UNIQUE_ABOVE).logical_and(later).any(dim=-1)
-    return float(distances[best]), [int(first[best]), int(second[best])], count - int(duplicate.sum())
+    first, second = torch.triu_indices(count, count, offset=1)
+    approximate = torch.cdist(columns, columns)[first, second]
+    # `cdist` subtracts squares, which loses digits, so the nearest candidates are compared again directly.
+    nearest = approximate.topk(min(64, len(approximate)), largest=False).indices
+    distances = (columns[first[nearest]] - columns[second[nearest]]).norm(dim=-1)
+    best = nearest[distances.argmin()]
+    repeating = second[approximate <= UNIQUE_ABOVE].unique().numel()
+    return float(distances.min()), [int(first[best]), int(second[best])], count - repeating
 
 
 POSITIONS = (0, 1000, 16000, 64000)
@@ -263,13 +259,7 @@ def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: to
 
 
 def unique_rows(rows: Tensor) -> int:
-    """Returns the number of different rows. Their bit patterns are compared by a hash of 64 bits."""
-    if rows.shape[-1] == 0:
-        return 1
+    """Returns the number of different rows. Their bit patterns are compared, with one zero."""
     # This makes negative zeros positive.
-    words = (rows + 0.0).contiguous().view(torch.int32 if rows.dtype == torch.float32 else torch.int16).long()
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (words.shape[-1],), generator=generator)
-    # Overflow wraps around, as it should in a hash; chunks keep the products small.
-    hashes = torch.cat([((chunk + 7919) * factors).sum(dim=-1) for chunk in words.split(8192)])
-    return int(hashes.unique().numel())
+    words = (rows + 0.0).contiguous().view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
+    return len({row.tobytes() for row in words.numpy()})

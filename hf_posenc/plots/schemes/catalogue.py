@@ -60,7 +60,7 @@ def draw_kind(kind: FigureKind, subject: Subject, dark: bool = False) -> Figure:
 
 
 def plot_scheme(
-    config: SchemeConfig, folder: str | Path, kinds: Iterable[str] | None = None, dpi: int = 100, dark: bool = False
+    config: SchemeConfig, folder: str | Path, kinds: Iterable[str] | None = None, dark: bool = False
 ) -> list[Path]:
     """Draws a scheme as PNG and SVG, one pair of files per kind of figure.
 
@@ -68,7 +68,6 @@ def plot_scheme(
         config: the scheme.
         folder: folder for the files, created if missing. They are named `<scheme>_<kind>`.
         kinds: names of kinds; by default all that apply.
-        dpi: dots per inch of the PNG.
         dark: whether to draw for a dark page. The files are then named `<scheme>_<kind>_dark`.
 
     Returns:
@@ -86,5 +85,5 @@ def plot_scheme(
     for name, figure in figures:
         file = f"{config.name}_{name}{'_dark' * dark}"
         with styled(dark):
-            paths += [save(figure, Path(folder, f"{file}.{ending}"), dpi) for ending in ("png", "svg")]
+            paths += [save(figure, Path(folder, f"{file}.{ending}"), dpi=100) for ending in ("png", "svg")]
     return paths

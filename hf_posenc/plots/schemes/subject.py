@@ -83,17 +83,6 @@ class Subject:
         token_ids = ((ids + 1) % SEGMENT_LENGTH).clamp(min=0)
         return Positions(ids, torch.tensor([[length]]), token_ids=token_ids)
 
-    def random_heads(self, length: int, samples: int = 1, seed: int = INPUT_SEED) -> tuple[Tensor, Tensor, Tensor]:
-        """Independent standard normal queries, keys and hidden states.
-
-        Returns:
-            `(samples, heads, length, head_dim)` twice, and `(samples, length, hidden)`.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        heads, width = self.context.num_heads, self.context.head_dim
-        query, key = (torch.randn(samples, heads, length, width, generator=generator) for _ in range(2))
-        return query, key, torch.randn(samples, length, self.context.hidden_size, generator=generator)
-
 
 def subject_of(config: SchemeConfig, context: BuildContext | None = None) -> Subject:
     """Builds a scheme for its figures.
@@ -169,10 +158,12 @@ def random_query(subject: Subject) -> Tensor:
     return torch.randn(subject.context.head_dim, generator=torch.Generator().manual_seed(INPUT_SEED))
 
 
-def bias_matrix(subject: Subject, length: int, seed: int = INPUT_SEED) -> Tensor:
-    """`(heads, length, length)`: what the bias adds for random queries, keys and hidden states."""
+def bias_matrix(subject: Subject, length: int) -> Tensor:
+    """`(heads, length, length)`: what the bias adds for standard normal queries, keys and hidden states."""
     assert subject.parts.logit_bias is not None
-    query, key, hidden = subject.random_heads(length, seed=seed)
+    generator, heads = torch.Generator().manual_seed(INPUT_SEED), subject.context.num_heads
+    query, key = torch.randn(2, 1, heads, length, subject.context.head_dim, generator=generator)
+    hidden = torch.randn(1, length, subject.context.hidden_size, generator=generator)
     pairs = attention_pairs(subject.parts, query, key, subject.positions(length), hidden)
     return pairwise_bias(subject.parts.logit_bias, pairs)[0].float()
 

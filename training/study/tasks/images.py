@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
 
 from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.evaluation import digest
 from hf_posenc.metrics.images.patches import PatchSize
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import check_resolutions, resolution_test
@@ -118,5 +118,5 @@ def pictures_summary(study: StudySettings) -> dict[str, Any]:
         "train_pictures": len(train),
         "validation_pictures": len(validation),
         "test_pictures": len(test),
-        "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
+        "digest": digest(*digests),
     }
