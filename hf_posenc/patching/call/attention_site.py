@@ -417,9 +417,9 @@ class AttentionSite(LogitSite):
         return keys, values
 
     def _cached_features(self, layer: Any, length: int | Tensor | None) -> Tensor | None:
-        """The features of the first tokens in a layer of a cache, or of all; `None` if there are none."""
+        """The features of the first tokens in a layer of a cache, or of all slots; `None` before it has any."""
         keys = getattr(layer, "keys", None)
-        if keys is None or not keys.numel() or (isinstance(length, int) and length == 0):
+        if keys is None or keys.dim() < 4:
             return None
         keys = keys[:, :, :length] if isinstance(length, int) else keys
         return split_features(keys, self.encoding.feature_heads, self.encoding.num_features)[1]

@@ -209,7 +209,8 @@ class LogitSite(PlacedForward):
             else:
                 length = new if cached is None else cached.shape[-2] + new
                 keys, _ = self._places(state, new, length, as_cached=True)
-                self._require_all_tokens(state, keys)
+                if not traced() and length > new and is_accepted(state.cache_object):
+                    self._require_all_tokens(keys.ids[:, :-new])
                 angles = rotation.new_angles(cached, features, keys, key.dtype)
                 call.rotation = factors_of_angles(angles, rotation.layout, key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
@@ -226,12 +227,10 @@ class LogitSite(PlacedForward):
 
         return state.shared(("pairs", as_cached), find, query_length, key_length)
 
-    def _require_all_tokens(self, state: ForwardState, keys: Positions) -> None:
-        """Refuses a cache that was accepted although some of the tokens that its keys were rotated by are gone."""
-        if is_accepted(state.cache_object):
-            ids = keys.ids[:, : -state.query_length]
-            if bool(((ids >= 0).sum(-1) <= ids.amax(-1)).any()):
-                EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
+    def _require_all_tokens(self, ids: Tensor) -> None:
+        """Refuses cached keys, at these positions, if some of the tokens whose angles they were rotated by are gone."""
+        if bool(((ids >= 0).sum(-1) <= ids.amax(-1)).any()):
+            EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
 
     def distance_form_of(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
