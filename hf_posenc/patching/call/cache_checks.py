@@ -48,7 +48,8 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     A patched model refuses a cache with tokens that it did not encode: one that was filled before the patch, put
     together from stored tensors, or merged from others. It also refuses a cache from which tokens were dropped or in
     which they were moved, if its scheme needs their positions. If the keys were computed with this scheme, this
-    function makes the cache usable.
+    function makes the cache usable. `grape_m` and `selective_rope` rotate keys by sums over all earlier tokens, so they
+    refuse it nevertheless if `position_ids` skip any.
 
     Args:
         cache: the cache, in its present state.

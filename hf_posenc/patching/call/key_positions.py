@@ -77,7 +77,9 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
         ids = _ids_at(state, slots, own.ids, found.irregular)
         if found.irregular:
             real = _real_at(state, slots, ids)
-            ids = ids.where(real | (slots < state.offset) if as_cached else real, -1)
+            if as_cached and state.offset is not None:
+                real = real | (slots < state.offset)
+            ids = ids.where(real, -1)
         keys = Positions(ids, own.lengths, memo=state.memo)
         counted_back = state.mask_hides_padding and state.position_ids is not None
         if isinstance(first_slot, int) and not found.irregular and not counted_back:

@@ -177,9 +177,9 @@ class SelectiveRopeConfig(RotaryConfig):
     share of each key head in the input to length 1. The rotation depends on the order of tokens and not on position
     ids. Equal angles of all tokens give RoPE.
 
-    A cache holds `a` and `g` of each token in additional channels of its key: for every key head half as many numbers
-    as it has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of sliding windows
-    drop tokens that the convolution needs, so they are refused. Causal models only.
+    A cache holds rotated keys, with `a` and `g` of each token in additional channels of its key: for every key head
+    half as many numbers as it has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of
+    sliding windows drop tokens that the convolution needs, so they are refused. Causal models only.
 
     The low rank, the convolution, and the frequencies follow the official code for language models. Its options for
     another parametrisation, an additive constant, and trained temperatures are not implemented.
