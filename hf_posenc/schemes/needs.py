@@ -131,7 +131,8 @@ def _needs_of_bias(bias: LogitBias) -> Iterator[Need]:
         yield Need.BIAS
     if any(feature_counts(bias)):
         yield Need.KEYS_OF_LAYER
-        if rotation_before_cache(bias.summands()) is None:
+        rotation = rotation_before_cache(bias.summands())
+        if rotation is None or not rotation.angles_of_own_token:
             yield Need.FEATURES
     if isinstance(bias, PairwiseBias) and bias.needs_oldest_keys:
         yield Need.OLDEST_KEYS

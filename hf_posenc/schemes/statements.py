@@ -12,7 +12,7 @@ _STATEMENTS = {
     **dict.fromkeys(("separable", "rotates_heads", "other_heads", "zero_below", "factor_of_all"), ("forward",)),
     **dict.fromkeys(("reads_content", "reads_later_keys", "whole_heads"), ("forward",)),
     **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
-    "angles_of_own_token": ("rotated", "angles", "places"),
+    **dict.fromkeys(("angles_stay", "angles_of_own_token"), ("rotated", "angles", "places")),
     "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
 }
 #: The methods that parts state something about.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,17 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
     DynamicCache,
     PreTrainedModel,
     QuantizedCache,
+    StaticCache,
 )
+from transformers.cache_utils import DynamicLayer
 
-from hf_posenc import UnsupportedError, patch_model
+from hf_posenc import UnsupportedError, accept_cache, patch_model
 from hf_posenc.attention.key_channels import num_channels
-from hf_posenc.patching.call import interface_attention
+from hf_posenc.patching.call import interface_attention, logit_site
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
+from hf_posenc.schemes.rotary import contextual
 from tests.kits.decoding import decoded
 from tests.matrix import running as matrix
 from tests.matrix.running import tokens
@@ -120,6 +127,104 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
     # Two rotations of one bfloat16 key round once more than one.
     close = CLOSE if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(*found, **close)
+
+
+class OwnLayer(DynamicLayer):
+    """A layer of a cache of which nothing is known but what it returns."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Like that of its base class."""
+        return super().update(*args, **kwargs)
+
+
+#: Caches, whether they can hold rotated keys, and the window of the model.
+CACHES: dict[str, tuple[Callable[[Any], Any], bool, int | None]] = {
+    "dynamic": (lambda config: DynamicCache(config=config), True, None),
+    "static": (lambda config: StaticCache(config, max_cache_len=26), True, None),
+    "own": (lambda config: Cache(layer_class_to_replicate=OwnLayer), False, None),
+    "sliding": (lambda config: DynamicCache(config=config), False, 8),
+}
+#: Sums over tokens.
+SUMS: list[Any] = [
+    {"scheme": "grape_m", "gate_scale": 1.0},
+    {"scheme": "selective_rope", "initial_std": 0.5, "theta": 100.0},
+    {"scheme": "selective_rope", "initial_std": 0.5, "theta": 100.0, "gate": True},
+    {"scheme": "selective_rope", "initial_std": 0.5, "theta": 100.0, "kernel_size": 1, "layout": "interleaved"},
+]
+SHOWN = torch.ones(3, 24, dtype=torch.long)
+LEFT, HOLES = SHOWN.clone(), SHOWN.clone()
+LEFT[1, :3], LEFT[2, :9] = 0, 0
+HOLES[1, 5:9], HOLES[2, 8:11], HOLES[2, 16:18] = 0, 0, 0
+DOCUMENTS = torch.cat((torch.arange(10), torch.arange(14))).expand(3, -1)
+INPUTS: dict[str, dict[str, Tensor]] = {
+    "nothing": {},
+    "left padding": {"attention_mask": LEFT},
+    "holes": {"attention_mask": HOLES},
+    "documents": {"position_ids": DOCUMENTS},
+    "padded documents": {"position_ids": DOCUMENTS, "attention_mask": HOLES},
+}
+
+
+@pytest.mark.parametrize(("case", "kind"), in_turn(itertools.product(range(len(SUMS)), INPUTS), CACHES), ids=str)
+@torch.no_grad()
+def test_caches_hold_keys_that_are_rotated_by_sums(
+    case: tuple[int, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoded token rotates its own key only."""
+    scheme, given = SUMS[case[0]], case[1]
+    make, holds, window = CACHES[kind]
+    if window and case[0] in (1, 2):
+        pytest.skip("the convolution refuses a window")
+    model, ids, inputs = patched(scheme, window), tokens(3, 24), INPUTS[given]
+    expected, real = logits(model, ids, **inputs, use_cache=True), inputs.get("attention_mask", SHOWN).bool()
+    lengths = []
+    for module in (logit_site, contextual):
+        rotate = module.apply_rotation
+        monkeypatch.setattr(module, "apply_rotation", lambda x, *a, f=rotate: (lengths.append(x.shape[2]), f(x, *a))[1])
+    found = decoded(model, ids, make(model.config), [9, 4, *[1] * 11], **inputs)
+    torch.testing.assert_close(found[real], expected[real], **CLOSE)
+    assert (max(lengths[4 * 2 :]) == 1) == holds
+
+
+@pytest.mark.parametrize("scheme", SUMS[:3], ids=str)
+@torch.no_grad()
+def test_tokens_that_are_hidden_later_have_moved_the_others(scheme: Any) -> None:
+    """As they did when they were cached; a mask of pairs tells the same in one call."""
+    model, ids, positions = patched(scheme), tokens(3, 24), torch.arange(24).expand(3, -1)
+    mask, seen = SHOWN.clone(), torch.ones(3, 1, 24, 24, dtype=torch.bool).tril()
+    mask[:, 11:14], seen[..., 18:, 11:14] = 0, False
+    pairs = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = logits(model, ids, attention_mask=pairs, position_ids=positions)
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids, cache, [18], position_ids=positions)
+    found = decoded(model, ids, cache, [1] * 6, start=18, position_ids=positions, attention_mask=mask)
+    torch.testing.assert_close(found, expected[:, 18:], **CLOSE)
+
+
+@pytest.mark.parametrize(("scheme", "kept"), in_turn(SUMS, [range(3, 12), [*range(4), *range(8, 12)]]), ids=str)
+@torch.no_grad()
+def test_sums_over_tokens_that_somebody_dropped(scheme: Any, kept: Any) -> None:
+    model, ids, cache = patched(scheme), tokens(3, 24), DynamicCache()
+    decoded(model, ids, cache, [12])
+    given = {"position_ids": torch.arange(24)[None]}
+    for rows, refused in ((range(12), False), (kept, True)):
+        rebuilt = DynamicCache([(layer.keys[:, :, [*rows]], layer.values[:, :, [*rows]]) for layer in cache.layers])
+        accept_cache(rebuilt, given["position_ids"][:, [*rows]])
+        with pytest.raises(UnsupportedError, match="but some of them are gone") if refused else nullcontext():
+            found = decoded(model, ids, rebuilt, [1] * 12, start=12, **given)
+    torch.testing.assert_close(found, logits(model, ids)[:, 12:], **CLOSE)
+
+
+@pytest.mark.parametrize("scheme", SUMS[:3], ids=str)
+def test_gradients_reach_sums_through_a_cache(scheme: Any) -> None:
+    model, cache, found = patched(scheme), DynamicCache(), []
+    pieces = [model(part, past_key_values=cache).logits for part in IDS.split([9, 5, 1, 9], dim=1)]
+    for output in (torch.cat(pieces, dim=1), model(IDS, use_cache=False).logits):
+        model.zero_grad()
+        output.square().mean().backward()
+        found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    for name, gradient in found[1].items():
+        assert float((found[0][name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -122,7 +122,7 @@ def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.d
         assert differences["both", cache_type] <= 3 * differences["none", cache_type] + 20 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("scheme", ["pope", "forget_gate"])
+@pytest.mark.parametrize("scheme", ["pope", "forget_gate", "grape_m"])
 def test_a_static_cache_that_is_made_before_its_first_key(scheme: str) -> None:
     """Chunked prefill makes it with the width of the config."""
     model, ids = patched("llama_gqa", scheme), tokens(1, 9)

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import BiasForm
-from hf_posenc.attention.key_channels import append_features, split_features
+from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.cache import QUANTISED_LAYER
-from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
@@ -391,21 +392,40 @@ class AttentionSite(LogitSite):
         encoding = self.encoding
         key = key_states if encoding.query_key_map is None else self._map_new_keys(call, key_states)
         features = encoding.num_features
-        is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
-        if features and is_mapped and self.rotates_before_cache(key):
-            key, features = self.rotated_before_cache(call, key), 0
-        if features:
-            key = append_features(key, self.new_features(call))
-        if features or encoding.widens_heads:
-            self._check_cached(update, features, key, *args, **kwargs)
         if not features:
+            if encoding.widens_heads:
+                self._check_cached(update, features, key.shape[-1], *args, **kwargs)
             return update(key, value_states, *args, **kwargs)
-        keys, values = update(key, value_states, *args, **kwargs)
-        keys, call.key_features = split_features(heads_first(keys), encoding.feature_heads, features)
+        is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
+        rotation = encoding.rotation_before_cache if is_mapped and self.rotates_before_cache(key) else None
+        new = self.new_features(call)
+        if rotation is not None and rotation.angles_of_own_token:
+            return update(self.rotated_before_cache(call, key, new), value_states, *args, **kwargs)
+        width = width_with_features(key, encoding.feature_heads, features)
+        self._check_cached(update, features, width, *args, **kwargs)
+        layer = None if rotation is None else plain_layer(call.state.cache_object, *args, **kwargs)
+        if layer is not None:
+            # A graph does not know how many slots of a static cache are filled.
+            in_slots = isinstance(layer, StaticLayer) and isinstance(call.state.offset, Tensor)
+            cached = self._cached_features(layer, None if in_slots else call.state.offset)
+            key = self.rotated_before_cache(call, key, new, cached, in_slots)
+        keys, values = update(append_features(key, new), value_states, *args, **kwargs)
+        keys = heads_first(keys)
+        if layer is not None:
+            return keys[..., : key.shape[-1]], values
+        keys, call.key_features = split_features(keys, encoding.feature_heads, features)
         return keys, values
 
+    def _cached_features(self, layer: Any, length: int | Tensor | None) -> Tensor | None:
+        """The features of the first tokens in a layer of a cache, or of all slots; `None` before it has any."""
+        keys = getattr(layer, "keys", None)
+        if keys is None or keys.dim() < 4:
+            return None
+        keys = keys[:, :, :length] if isinstance(length, int) else keys
+        return split_features(keys, self.encoding.feature_heads, self.encoding.num_features)[1]
+
     def _check_cached(
-        self, update: Callable[..., Any], features: int, key: Tensor, layer_idx: int = 0, *_: Any, **__: Any
+        self, update: Callable[..., Any], features: int, width: int, layer_idx: int = 0, *_: Any, **__: Any
     ) -> None:
         """Refuses a cache that was not filled by this model, such as prefix tuning or the cache of another model.
 
@@ -420,7 +440,7 @@ class AttentionSite(LogitSite):
             assert bias is not None
             QUANTISED_CACHE.refuse({Need.FEATURES: bias}, f"the scheme of {type(self.module).__name__}")
         cached = getattr(cache, "keys", None)
-        if not isinstance(cached, Tensor) or cached.shape[-1] == key.shape[-1] or not cached.numel():
+        if not isinstance(cached, Tensor) or cached.shape[-1] == width or not cached.numel():
             return
         if not torch.compiler.is_compiling() and int(cache.get_seq_length()) == 0:
             # Allocated with the width from the config before the first key was known, and still empty.
@@ -429,7 +449,7 @@ class AttentionSite(LogitSite):
         part = encoding.logit_bias if encoding.num_features else encoding.query_key_map
         raise UnsupportedError(
             f"The cache holds keys of width {cached.shape[-1]}, but with {type(part).__name__} this "
-            f"{type(self.module).__name__} caches keys of width {key.shape[-1]}. The cached keys did not come from "
+            f"{type(self.module).__name__} caches keys of width {width}. The cached keys did not come from "
             "this model. Prefix tuning, for example, learns keys of the model's original width, which lack the "
             "channels that the scheme adds. Use LoRA or prompt tuning with this scheme, or a cache that was filled by "
             "this model."

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import (
@@ -47,7 +48,8 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     A patched model refuses a cache with tokens that it did not encode: one that was filled before the patch, put
     together from stored tensors, or merged from others. It also refuses a cache from which tokens were dropped or in
     which they were moved, if its scheme needs their positions. If the keys were computed with this scheme, this
-    function makes the cache usable.
+    function makes the cache usable. `grape_m` and `selective_rope` rotate keys by sums over all earlier tokens, so they
+    refuse it nevertheless if `position_ids` skip any.
 
     Args:
         cache: the cache, in its present state.
@@ -77,6 +79,25 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     record(keeper, CachedPositions(length, ids, by_next_mask=ids is None))
     remember_keys(keeper)
     set_note(keeper, SCHEME, _ACCEPTED)
+
+
+def plain_layer(cache: Any, layer_idx: int = 0, *_: Any, **__: Any) -> Any:
+    """The layer of a cache that keeps every key in its slot, or its class before it is made; `None` for other caches.
+
+    Offloaded keys may be on their way to the device.
+    """
+    keeper = self_attention_cache(cache)
+    if not isinstance(keeper, Cache) or type(keeper).update is not Cache.update or keeper.offloading:
+        return None
+    is_made = layer_idx < len(keeper.layers)
+    layer = keeper.layers[layer_idx] if is_made else keeper.layer_class_to_replicate
+    update = getattr(type(layer) if is_made else layer, "update", None)
+    return layer if update in (DynamicLayer.update, StaticLayer.update) else None
+
+
+def is_accepted(cache: Any) -> bool:
+    """Whether a cache was accepted, and no call has continued it since."""
+    return note_of(self_attention_cache(cache), SCHEME) is _ACCEPTED
 
 
 def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:

@@ -57,8 +57,11 @@ def regularity(state: ForwardState) -> Regularity:
     return state.shared("regularity", lambda: _compute_regularity(state), everywhere=True)
 
 
-def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int) -> Positions:
-    """The positions of `key_length` keys from slot `first_slot` on, negative at padding."""
+def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, as_cached: bool = False) -> Positions:
+    """The positions of `key_length` keys from slot `first_slot` on, negative at padding.
+
+    With `as_cached`, a cached token is padding if it was when it was cached.
+    """
 
     def resolve() -> Positions:
         own = state.positions()
@@ -73,14 +76,17 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
             return dataclasses.replace(own, ids=own.ids.where(_real_at(state, slots, own.ids), -1))
         ids = _ids_at(state, slots, own.ids, found.irregular)
         if found.irregular:
-            ids = ids.where(_real_at(state, slots, ids), -1)
+            real = _real_at(state, slots, ids)
+            if as_cached and state.offset is not None:
+                real = real | (slots < state.offset)
+            ids = ids.where(real, -1)
         keys = Positions(ids, own.lengths, memo=state.memo)
         counted_back = state.mask_hides_padding and state.position_ids is not None
         if isinstance(first_slot, int) and not found.irregular and not counted_back:
             return keys.bounded(first_slot + key_length)
         return keys
 
-    return state.shared("keys", resolve, key_length)
+    return state.shared(("keys", as_cached), resolve, key_length)
 
 
 def all_positions_below(state: ForwardState, end: int) -> bool:
@@ -216,9 +222,10 @@ def _compute_regularity(state: ForwardState) -> Regularity:
             raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(own[:, 0].min())))
     slots = torch.arange(cached + state.query_length, device=device)
     ids = _ids_at(state, slots, own, irregular=True)
+    real = _real_at(state, slots, ids)
     if state.held is None:
-        record(state.cache_object, CachedPositions(len(slots), ids))
-    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, _real_at(state, slots, ids))))
+        record(state.cache_object, CachedPositions(len(slots), ids.where(real | (slots < cached), -1)))
+    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, real)))
 
 
 def _goes_on(state: ForwardState) -> bool:

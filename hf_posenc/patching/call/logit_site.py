@@ -20,7 +20,7 @@ from hf_posenc.attention.forms import (
     sum_of_forms,
 )
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import (
@@ -48,7 +48,7 @@ from hf_posenc.schemes.positions import (
 )
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
-from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, factors_of_angles
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
@@ -185,14 +185,52 @@ class LogitSite(PlacedForward):
             return False
         return key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
 
-    def rotated_before_cache(self, call: LayerCall, key: Tensor) -> Tensor:
-        """Rotates new keys `(batch, key_value_heads, query_len, head_dim)`, and keeps the factors for the queries."""
+    def rotated_before_cache(
+        self, call: LayerCall, key: Tensor, features: Tensor, cached: Tensor | None = None, in_slots: bool = False
+    ) -> Tensor:
+        """Rotates new keys, and keeps the factors for the queries.
+
+        Args:
+            call: the call in progress.
+            key: `(batch, key_value_heads, query_len, head_dim)`.
+            features: those of the new tokens.
+            cached: those of cached tokens, or `None` if there are none, or if they are not needed.
+            in_slots: whether `cached` has room for the new tokens, and their slots are a tensor.
+        """
         assert self.encoding.rotation_before_cache is not None
-        rotation = call.state.own(self.encoding.rotation_before_cache)
+        rotation, state, new = call.state.own(self.encoding.rotation_before_cache), call.state, key.shape[-2]
         with without_autocast(key.device):
-            features = rotation.key_features(call.hidden_states)
-            call.rotation = rotation.factors(features, call.state.positions(), key.dtype)
+            if rotation.angles_of_own_token:
+                call.rotation = rotation.factors(features, state.positions(), key.dtype)
+            elif cached is not None and in_slots:
+                keys, slots = self._places(state, new, cached.shape[-2], as_cached=True)
+                factors = rotation.factors(cached.index_copy(-2, slots, features), keys, key.dtype)
+                call.rotation = factors.each(lambda factor: factor.index_select(-2, slots))
+            else:
+                length = new if cached is None else cached.shape[-2] + new
+                keys, _ = self._places(state, new, length, as_cached=True)
+                if not traced() and length > new and is_accepted(state.cache_object):
+                    self._require_all_tokens(keys.ids[:, :-new])
+                angles = rotation.new_angles(cached, features, keys, key.dtype)
+                call.rotation = factors_of_angles(angles, rotation.layout, key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
+
+    def _places(
+        self, state: ForwardState, query_length: int, key_length: int, as_cached: bool = False
+    ) -> tuple[Positions, Tensor]:
+        """The positions of the keys, and for each query the index of the key of the same token."""
+
+        def find() -> tuple[Positions, Tensor]:
+            query_start, key_start = self.key_start(state, query_length, key_length)
+            slots = torch.arange(query_length, device=state.device) + (query_start - key_start)
+            return key_positions(state, key_start, key_length, as_cached), slots
+
+        return state.shared(("pairs", as_cached), find, query_length, key_length)
+
+    def _require_all_tokens(self, ids: Tensor) -> None:
+        """Refuses cached keys, at these positions, if some of the tokens whose angles they were rotated by are gone."""
+        if bool(((ids >= 0).sum(-1) <= ids.amax(-1)).any()):
+            EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
 
     def distance_form_of(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
@@ -277,19 +315,13 @@ class LogitSite(PlacedForward):
     ) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
         self.find_features(call, query_length, key_length)
-
-        def places() -> tuple[Positions, Tensor]:
-            query_start, key_start = self.key_start(state, query_length, key_length)
-            slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
-            return key_positions(state, key_start, key_length), slots
-
         if state.dropped:
             EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
             bias = self.encoding.logit_bias
             state.shared(("smaller cache", id(bias)), lambda: refuse_smaller_cache(state, bias), everywhere=True)
         if self.encoding.needs_oldest_keys:
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
-        keys, query_slots = state.shared("pairs", places, query_length, key_length)
+        keys, query_slots = self._places(state, query_length, key_length)
         assert self.encoding.logit_bias is not None
         if state.coordinates is not None:
             refuse_cached_coordinates(self.encoding.logit_bias, state, keys)

@@ -109,7 +109,7 @@ class LayerEncoding:
         whole = self.num_cached_heads in (None, self.num_key_value_heads)
         #: Whether the bias rotates heads by the layer's input, and whether it does nothing else.
         self.rotates_by_input, self.only_rotates_by_input = any(kinds), any(kinds) and all(kinds)
-        #: The rotation that can be applied to keys before they are cached; the bias then needs no features.
+        #: The rotation that can be applied to keys before they are cached.
         self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1

@@ -338,7 +338,7 @@ def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
     """The width of the keys of one layer when they are written to a page."""
     factor = 1 if layer.query_key_map is None else layer.query_key_map.width_factor
     numbers = layer.feature_heads // (layer.num_cached_heads or layer.num_key_value_heads) * layer.num_features
-    if layer.rotation_before_cache is not None:
+    if layer.rotation_before_cache is not None and layer.rotation_before_cache.angles_of_own_token:
         numbers = 0
     return layer.head_dim * factor + num_channels(numbers, dtype)
 

@@ -18,10 +18,10 @@ from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rota
 class ContextualRotation(PairwiseBias):
     """Rotates queries and keys by angles that are computed from the layer's input.
 
-    A cache holds keys before this rotation, and the features of each token in additional channels of its key. So the
-    rotation is applied to all keys in every call. If the angles of a token depend on its own features only, a cache
-    holds rotated keys instead, as with RoPE. Attention functions receive the rotated heads. Where heads cannot be
-    exchanged, `forward` gives the change of the logits as a bias.
+    A cache holds the features of each token in additional channels of its key. If `angles_stay`, a cache that drops no
+    tokens holds rotated keys, as with RoPE. Other caches hold keys before this rotation, which is then applied to all
+    keys in every call. Attention functions receive the rotated heads. Where heads cannot be exchanged, `forward` gives
+    the change of the logits as a bias.
 
     Args:
         rotary_dim: how many leading dimensions of a head are rotated.
@@ -35,7 +35,9 @@ class ContextualRotation(PairwiseBias):
     reads_positions = False
     sums_tokens = True
     rotates_heads = True
-    #: Whether the angles of a token depend on no other token, so that its rotated key can be cached.
+    #: Whether the angles of a token depend on no later token, so that its rotated key can be cached.
+    angles_stay: bool = False
+    #: Whether they depend on no earlier token either, so that any cache can hold its rotated key, without features.
     angles_of_own_token: bool = False
 
     def __init__(self, rotary_dim: int, layout: str, context: BuildContext) -> None:
@@ -94,6 +96,22 @@ class ContextualRotation(PairwiseBias):
         """The factors of a rotation of heads of a dtype, from what `angles` takes."""
         return factors_of_angles(self.angles(features, positions), self.layout, dtype)
 
+    def new_angles(self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype) -> Tensor:
+        """The angles of new tokens, which are the last of the keys. By default those of all keys are computed.
+
+        Args:
+            cached: the features of cached keys, or `None` if there are none.
+            features: `(batch, key_value_heads, new, num_features)` float32, those of the new tokens.
+            keys: the positions of all keys.
+            dtype: that of the heads.
+
+        Returns:
+            `(batch, key_value_heads, new, rotary_dim / 2)` float32.
+        """
+        new = features.shape[-2]
+        whole = features if cached is None else torch.cat((cached, features), dim=-2)
+        return self.angles(whole, keys)[..., whole.shape[-2] - new :, :]
+
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32: rotated logits minus those before the rotation."""
         before = dataclasses.replace(pairs, query=pairs.query.float(), key=pairs.key.float())
@@ -103,10 +121,10 @@ class ContextualRotation(PairwiseBias):
 
 
 def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
-    """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
+    """The rotation by the layer's input, if it is the only one, and no other summand needs keys without it."""
     rotations = [one for one in summands if isinstance(one, ContextualRotation) and one.rotates_heads]
     others = [one for one in summands if not one.rotates_heads]
-    if len(rotations) != 1 or not rotations[0].angles_of_own_token:
+    if len(rotations) != 1 or not rotations[0].angles_stay:
         return None
     if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
         return None
@@ -139,5 +157,13 @@ class ContextualPlaces(ContextualRotation):
 
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the places times the frequencies, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
-        places = self.places(features.squeeze(-1), keys)
+        return self._angles_at(self.places(features.squeeze(-1), keys), keys)
+
+    def new_angles(self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype) -> Tensor:
+        """Computes all places, but only the angles of new tokens."""
+        whole = features if cached is None else torch.cat((cached, features), dim=-2)
+        places = self.places(whole.squeeze(-1), keys)
+        return self._angles_at(places[..., whole.shape[-2] - features.shape[-2] :], keys)
+
+    def _angles_at(self, places: Tensor, keys: Positions) -> Tensor:
         return places.unsqueeze(-1) * self.rotation.inverse_frequencies(keys.lengths)

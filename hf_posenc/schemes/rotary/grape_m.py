@@ -23,6 +23,7 @@ class GrapeMRotation(ContextualPlaces):
     """A rotation by the sum of the increments of all earlier tokens."""
 
     no_weight_decay = frozenset({"bias"})
+    angles_stay = True
 
     def __init__(self, config: GrapeMConfig, context: BuildContext) -> None:
         super().__init__(LearnedFrequenciesMap(config.frequencies(context), config.layout), context)

@@ -17,6 +17,7 @@ from hf_posenc.schemes.weights import NormalWeights
 class RepoRotation(NormalWeights, ContextualPlaces):
     """A rotation by places that a gated projection of each token predicts."""
 
+    angles_stay = True
     angles_of_own_token = True
     sums_tokens = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
@@ -22,6 +21,7 @@ class SelectiveRotation(ContextualRotation):
 
     no_weight_decay = frozenset({"gate_bias"})
     finds_documents = True
+    angles_stay = True
 
     def __init__(self, config: SelectiveRopeConfig, context: BuildContext) -> None:
         heads, input_size = context.key_heads, context.input_size
@@ -68,14 +68,23 @@ class SelectiveRotation(ContextualRotation):
 
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
-        steps = self.kernel.shape[-1]
-        if not keys.may_hold_padding:
-            neighbours = keys.remembered(f"neighbours {steps}", lambda: _neighbours(keys.ids, steps), keys.ids)
+        order, back, neighbours = _in_order(keys, self.kernel.shape[-1])
+        if order is None or back is None:
             return self._sums(features, neighbours)
-        # Tokens on both sides of padding are neighbours, so padding is moved after them, and back. Layers share it.
-        compute = functools.partial(_without_padding, keys, steps)
-        order, back, neighbours = keys.remembered(f"order and neighbours {steps}", compute, keys.ids)
         return tokens_at(self._sums(tokens_at(features, order), neighbours), back)
+
+    def new_angles(self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype) -> Tensor:
+        """Multiplies the cached features by weights if there is one new token, and no more precision is needed."""
+        if cached is None or features.shape[-2] != 1 or dtype == torch.float64:
+            return super().new_angles(cached, features, keys, dtype)
+        count, steps = self.kernel.shape[1:]
+        if self.gate_weight is None:
+            weights = keys.remembered(f"weights {steps}", lambda: _weights(keys, steps), keys.ids)
+        else:
+            weights = _weights(keys, steps, torch.cat((cached[..., count:], features[..., count:]), dim=-2))
+        sums = weights[..., :-1] @ cached[..., :count] + weights[..., -1:] * features[..., :count]
+        combined = (sums * self.kernel.float().transpose(-2, -1)).sum(dim=-2, keepdim=True)
+        return combined * self._frequencies.on(combined.device)
 
     def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
         """`angles` for tokens without padding between them, and the `_neighbours` of these."""
@@ -92,14 +101,23 @@ class SelectiveRotation(ContextualRotation):
         return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
 
 
-def _without_padding(keys: Positions, steps: int) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """The order of tokens with padding last, the order back, each `(batch or 1, key_len)`, and `_neighbours` in it."""
-    padding = keys.padding.squeeze(1)
-    # Not a stable sort, which ONNX does not have.
-    real = (~padding).cumsum(dim=-1)
-    back = torch.where(padding, real[:, -1:] + padding.cumsum(dim=-1), real) - 1
-    order = back.argsort(dim=-1)
-    return order, back, _neighbours(keys.ids.gather(-1, order), steps)
+def _in_order(keys: Positions, steps: int) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+    """The order of tokens with padding last, the order back, and `_neighbours` in it; layers share them.
+
+    Tokens on both sides of padding are neighbours. The orders are `(batch or 1, key_len)`, or `None` without padding.
+    """
+
+    def find() -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+        if not keys.may_hold_padding:
+            return None, None, _neighbours(keys.ids, steps)
+        padding = keys.padding.squeeze(1)
+        # Not a stable sort, which ONNX does not have.
+        real = (~padding).cumsum(dim=-1)
+        back = torch.where(padding, real[:, -1:] + padding.cumsum(dim=-1), real) - 1
+        order = back.argsort(dim=-1)
+        return order, back, _neighbours(keys.ids.gather(-1, order), steps)
+
+    return keys.remembered(f"order and neighbours {steps}", find, keys.ids)
 
 
 def _neighbours(ids: Tensor, steps: int) -> tuple[Tensor | None, ...]:
@@ -118,6 +136,31 @@ def _neighbours(ids: Tensor, steps: int) -> tuple[Tensor | None, ...]:
     return same.flip(-1).float().movedim(-1, 0).unsqueeze(2).unsqueeze(-1).unbind(0)
 
 
+def _weights(keys: Positions, steps: int, gates: Tensor | None = None) -> Tensor:
+    """The factor of each token in the sum up to the last token, at each step of the kernel.
+
+    Args:
+        keys: the positions of all tokens.
+        steps: number of tokens that the kernel combines.
+        gates: `(batch, key_value_heads, key_len, 1)`, or `None`.
+
+    Returns:
+        `(batch or 1, key_value_heads or 1, steps, key_len)` float32.
+    """
+    order, back, neighbours = _in_order(keys, steps)
+    real = (keys.ids >= 0).float()[:, None, :, None]
+    rows = [real if gates is None else real * gates]
+    if gates is not None and order is not None:
+        gates = tokens_at(gates, order)
+    for distance, same in enumerate(neighbours, start=1):
+        reads = torch.ones_like(real) if same is None else same
+        reads = reads if gates is None else reads * gates
+        # A token is read by the token that is `distance` after it.
+        is_read = nn.functional.pad(reads, (0, 0, 0, distance))[..., distance:, :]
+        rows.append(is_read if back is None else tokens_at(is_read, back))
+    return torch.cat(rows[::-1], dim=-1).transpose(-2, -1)
+
+
 @register_scheme
 class SelectiveRopeConfig(RotaryConfig):
     """RoPE with angles that are computed from the tokens and summed over them (Selective RoPE, arXiv:2511.17388,
@@ -134,9 +177,9 @@ class SelectiveRopeConfig(RotaryConfig):
     share of each key head in the input to length 1. The rotation depends on the order of tokens and not on position
     ids. Equal angles of all tokens give RoPE.
 
-    A cache holds `a` and `g` of each token in additional channels of its key: for every key head half as many numbers
-    as it has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of sliding windows
-    drop tokens that the convolution needs, so they are refused. Causal models only.
+    A cache holds rotated keys, with `a` and `g` of each token in additional channels of its key: for every key head
+    half as many numbers as it has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of
+    sliding windows drop tokens that the convolution needs, so they are refused. Causal models only.
 
     The low rank, the convolution, and the frequencies follow the official code for language models. Its options for
     another parametrisation, an additive constant, and trained temperatures are not implemented.
