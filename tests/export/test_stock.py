@@ -102,8 +102,8 @@ def native(model: PreTrainedModel) -> SchemeConfig:
     return hf_posenc.native_scheme(model)
 
 
-#: One of each carrier, and what acts in it. `test_runtimes` exports every scheme, and schemes/test_stock.py compares what
-#: is written of every scaling.
+#: One of each carrier, and what acts in it. `test_runtimes` exports every scheme, and schemes/test_stock.py compares
+#: what is written of every scaling.
 EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "llama-theta": (llama, RopeConfig(theta=500.0)),
     "llama-yarn": (llama, YARN),
