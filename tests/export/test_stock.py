@@ -24,11 +24,8 @@ from hf_posenc import (
     LearnedConfig,
     LearnedRopeConfig,
     LinearScaling,
-    Llama3Scaling,
     LocalGlobalConfig,
-    LongRopeScaling,
     NativeConfig,
-    NtkScaling,
     PRopeConfig,
     RopeConfig,
     ScheduleConfig,
@@ -105,18 +102,11 @@ def native(model: PreTrainedModel) -> SchemeConfig:
     return hf_posenc.native_scheme(model)
 
 
-#: One of each carrier, and what acts in it; `test_runtimes` exports every scheme.
+#: One of each carrier, and what acts in it. `test_runtimes` exports every scheme, and schemes/test_stock.py compares
+#: what is written of every scaling.
 EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "llama-theta": (llama, RopeConfig(theta=500.0)),
-    "llama-linear": (llama, RopeConfig(scaling=LinearScaling(factor=4.0))),
-    "llama-ntk": (llama, RopeConfig(scaling=NtkScaling(factor=4.0))),
-    "llama-dynamic": (llama, RopeConfig(scaling=DynamicScaling(factor=4.0, original_max_positions=64))),
     "llama-yarn": (llama, YARN),
-    "llama-llama3": (llama, RopeConfig(scaling=Llama3Scaling(8.0, 1.0, 4.0, original_max_positions=16))),
-    "llama-longrope": (
-        llama,
-        RopeConfig(scaling=LongRopeScaling((1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0), original_max_positions=16)),
-    ),
     "llama-clipped": (llama, RopeConfig(scaling=ClippedScaling(3))),
     "llama-clipped_yarn": (llama, RopeConfig(scaling=ClippedScaling(3, scaling=YARN.scaling))),
     "llama-p_rope": (llama, PRopeConfig(fraction=0.5)),

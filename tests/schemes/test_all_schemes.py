@@ -250,10 +250,16 @@ def test_gradient_reaches_every_parameter_and_nothing_else_is_state(name, config
         ("cope", {"initial_std": 0.5}, "weight", 0.0, 0.5),
         ("repo", {"initial_std": 0.5, "width": 40}, "gate", 0.0, 0.5),
         ("selective_rope", {"initial_std": 0.5}, "down", 0.0, 0.5),
+        ("t5", {"num_buckets": 200}, "weight", 0.0, 0.02),
+        ("t5", {"num_buckets": 200, "initialization": "t5"}, "weight", 0.0, HIDDEN**-0.5),
+        ("ssmax", {"initial_scale": 0.43}, "scale", 0.43, 0.0),
+        # The factor is 1 on average over the training length.
+        ("ssmax", {"training_length": 16}, "scale", 16 / math.lgamma(17), 0.0),
     ],
 )
 def test_learned_numbers_start_where_their_option_says(scheme, options, name, mean, deviation):
-    weight = getattr(parts_for(get_scheme(scheme)(**options)).logit_bias, name).detach()
+    (part,) = parts_of(get_scheme(scheme)(**options))
+    weight = getattr(part, name).detach()
     # Of a thousand normal numbers: five standard errors.
     assert weight.mean().item() == pytest.approx(mean, abs=1e-6 + 0.16 * deviation)
     if deviation:

@@ -104,6 +104,7 @@ def test_no_value_of_an_option_costs_memory_or_makes_numbers_that_are_none(confi
             continue
         # What is accepted has the declared type: no text, no boolean, no fraction for an integer, nothing infinite.
         check_declared(value, of_type, type(owner).__name__)
+        assert not isinstance(value, str), "a text is one of a few names"
         try:
             size = bytes_of(new)
         except ValueError:

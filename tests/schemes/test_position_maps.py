@@ -17,7 +17,6 @@ from hf_posenc.schemes import (
     BuildContext,
     ComposedConfig,
     CopeConfig,
-    DynamicScaling,
     ForgetGateConfig,
     HierarchicalConfig,
     IntegerConfig,
@@ -52,10 +51,6 @@ def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
     assert not PositionScaleConfig(T5Config()).per_layer
     assert PositionShiftConfig(IntegerConfig()).invisible_under_layer_norm
     assert not PositionShiftConfig(IntegerConfig(direction="one_hot")).invisible_under_layer_norm
-    dynamic: Any = build(PositionShiftConfig(RopeConfig(scaling=DynamicScaling(2.0, 8)))).query_key_map
-    assert dynamic.length_dependent
-    with pytest.raises(UnsupportedError):
-        dynamic.check_cache(9, 20)
 
 
 @pytest.mark.parametrize("inner", [AlibiConfig(), ShawConfig()])

@@ -127,7 +127,7 @@ def test_fope_equals_the_authors_code(length, turning, mixed, released, logits, 
 @pytest.mark.parametrize(("heads", "deviation"), [(8, 0.021672), (16, 0.018755)])
 def test_fope_coefficients_have_the_deviation_of_the_authors_code(heads, deviation):
     # The deviation of 50 draws of `xavier_normal_(empty(heads, 16, 16), gain=0.3)`, the initialisation of that code.
-    drawn = fourier_coefficients(heads, 16, 0.3, seed=0)
+    drawn = fourier_coefficients(heads, 16, 0.3, seed=0, num_mixed=16)
     assert drawn.std().item() == pytest.approx(deviation, rel=0.05)
     assert drawn.mean().item() == pytest.approx(0.0, abs=4 * deviation / math.sqrt(drawn.numel()))
 

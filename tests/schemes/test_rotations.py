@@ -25,6 +25,7 @@ from hf_posenc.schemes.rotary.resonance import ResonanceScaling
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
+from hf_posenc.schemes.scale.ssmax import SSMaxConfig
 
 from .building import at, counted, logits_of, mapped, part_of, random_heads
 from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, context_for
@@ -112,6 +113,7 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
     ("config", "per_layer"),
     [
         (PopeConfig(), True),
+        (SSMaxConfig(), True),
         (LearnedRopeConfig(), False),
         (LearnedRopeConfig(sharing="layer"), True),
         (StringConfig(), True),
@@ -122,7 +124,7 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
     ],
     ids=repr,
 )
-def test_layers_have_maps_of_their_own_where_they_learn_them(config, per_layer):
+def test_layers_have_parts_of_their_own_where_they_learn_them(config, per_layer):
     assert config.per_layer == per_layer
 
 

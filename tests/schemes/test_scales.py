@@ -53,24 +53,6 @@ def test_the_formula_of_ministral3_and_mistral4(modeling, ids, beta, length):
     torch.testing.assert_close(ours[0, 0], theirs[0, 0, :, 0], rtol=1e-6, atol=0)
 
 
-def test_ssmax_learns_per_head_and_layer():
-    assert SSMaxConfig().per_layer
-    part = scale_of(SSMaxConfig(bias=True))
-    assert {name: parameter.shape for name, parameter in part.named_parameters()} == {
-        "scale": (HEADS,),
-        "bias": (HEADS,),
-    }
-    assert [name for name, _ in scale_of(SSMaxConfig()).named_parameters()] == ["scale"]
-    with torch.no_grad():
-        part.scale.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-        part.bias.copy_(torch.tensor([1.0, -1.0, 0.0, 2.0]))
-    factor = part(at([9]))[0, :, 0]
-    expected = [s * math.log(10) + b for s, b in ((0.1, 1.0), (0.2, -1.0), (0.3, 0.0), (0.4, 2.0))]
-    torch.testing.assert_close(factor, torch.tensor(expected), rtol=1e-6, atol=1e-6)
-    part.reset_parameters()
-    torch.testing.assert_close(part(at([9])), scale_of(SSMaxConfig())(at([9])), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("config", SCALES)
 def test_an_encoder_scales_all_its_queries_by_the_real_length(config):
     part = scale_of(config, causal=False)

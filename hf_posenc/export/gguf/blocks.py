@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,17 +53,6 @@ def sizes(parts: ModelParts, tensors: dict[str, Tensor], length: int) -> Metadat
         "attention.head_count": parts.stack.attentions[0].num_heads,
         "vocab_size": int(parts.stack.config.vocab_size),
     }
-
-
-def refuse_missing(parts: ModelParts, tensors: dict[str, Tensor], required: Iterable[str], blocks: str) -> None:
-    """Refuses a model that lacks weights of some blocks.
-
-    Raises:
-        UnsupportedError: naming the first weight.
-    """
-    missing = [key for key in required if key not in tensors]
-    if missing:
-        raise UnsupportedError(f"{parts.name} does not have {blocks} blocks: it lacks {missing[0]}")
 
 
 def refuse_without_logits(parts: ModelParts) -> None:

@@ -130,8 +130,6 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     refuse_without_logits(parts)
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         raise UnsupportedError(f"{name} adds its residuals after the norms; these blocks of llama.cpp add them before")
-    if len({other.num_heads for other in stack.attentions}) > 1:
-        raise UnsupportedError(f"the layers of {name} have different numbers of heads")
     modules = model.named_modules(remove_duplicate=False)
     activations = [key for key, _ in modules if key.endswith(f".{source.activation}")]
     if len(activations) != len(parts.layers):

@@ -76,14 +76,6 @@ class Library:
             raise RuntimeError(f"llama_tokenize needs room for {-count} tokens")
         return list(tokens[:count])
 
-    def detokenize(self, ids: list[int]) -> str:
-        """The text of tokens, special ones included."""
-        tokens, text = (ctypes.c_int32 * len(ids))(*ids), ctypes.create_string_buffer(256 * len(ids))
-        count = self.functions.llama_detokenize(self.vocabulary, tokens, len(ids), text, len(text), False, True)
-        if count < 0:
-            raise RuntimeError(f"llama_detokenize needs room for {-count} bytes")
-        return text.raw[:count].decode(errors="replace")
-
     def encode(self, ids: list[int]) -> npt.NDArray[np.float32]:
         """The encoder's last hidden states, `(2, tokens, width)`.
 

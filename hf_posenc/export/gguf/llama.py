@@ -19,7 +19,6 @@ from hf_posenc.export.gguf.blocks import (
     EQUAL,
     fold_rotations,
     logit_factors,
-    refuse_missing,
     refuse_other_biases,
     refuse_without_logits,
     rotate_halves,
@@ -182,8 +181,9 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     own = _OWN.get(parts.model.config.model_type, _Own(architecture))
     experts = expert_entries(parts, architecture, tensors, sum_to_one=own.sum_to_one)
     kinds = (*_REQUIRED, *(EXPERTS if experts else _FEED_FORWARD))
-    required = [f"blk.{layer}.{kind}.weight" for layer in range(len(parts.layers)) for kind in kinds]
-    refuse_missing(parts, tensors, ("token_embd.weight", "output_norm.weight", *required), "Llama's")
+    missing = [name for name in (f"blk.0.{kind}.weight" for kind in kinds) if name not in tensors]
+    if missing:
+        raise UnsupportedError(f"{parts.name} does not have Llama's blocks: it lacks {missing[0]}")
     for index, factor in logit_factors(parts).items():
         scale_queries(tensors, index, attention.num_heads * attention.head_dim, factor)
     return GgufForm(

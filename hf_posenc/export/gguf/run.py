@@ -36,15 +36,6 @@ def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
     return _run(file, "tokenize", [{"text": text} for text in texts])
 
 
-def detokenize(file: Path, texts: Sequence[Sequence[int]]) -> list[str]:
-    """The texts of tokens, special ones included.
-
-    Raises:
-        UnsupportedError: if llama.cpp cannot read the file.
-    """
-    return _run(file, "detokenize", [{"ids": list(ids)} for ids in texts])
-
-
 def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """The last hidden states of an encoder, computed in float32, so that only the file rounds.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.carriers import Carrier, of_types
-from hf_posenc.export.gguf.blocks import GELU_NAMES, refuse_missing
+from hf_posenc.export.gguf.blocks import GELU_NAMES
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.patching.place.encoding import LayerEncoding
@@ -23,8 +23,6 @@ from hf_posenc.schemes.needs import BIASES
 from hf_posenc.schemes.parts import DistanceBias
 
 BLOCKS = "T5's"
-_ENCODER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_o", "ffn_norm", "ffn_up", "ffn_down")
-_DECODER = (*_ENCODER, "cross_attn_norm", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_o")
 #: Without a gate, llama.cpp's activation is ReLU; with one, it is GELU.
 _ACTIVATIONS = {False: ("relu",), True: GELU_NAMES}
 #: Length of a T5 whose config has none: T5 itself was trained on sequences of 512 tokens.
@@ -125,11 +123,6 @@ def _form(parts: ModelParts) -> GgufForm:
         )
     architecture = "t5" if decoder else "t5encoder"
     tensors = _weights(parts, architecture, max(encoder, *decoder, 0))
-    kinds = [("enc", encoder, _ENCODER), *(("dec", count, _DECODER) for count in decoder)]
-    required = [
-        f"{side}.blk.{layer}.{kind}.weight" for side, count, names in kinds for layer in range(count) for kind in names
-    ]
-    refuse_missing(parts, tensors, ("token_embd.weight", "enc.output_norm.weight", *required), "T5's")
     metadata: Metadata = {
         "block_count": encoder,
         "context_length": int(getattr(config, "n_positions", None) or _LENGTH),

@@ -24,7 +24,7 @@ from hf_posenc.export.comparison import float32_reference
 from hf_posenc.export.layers import ModelParts, rotations_of
 from hf_posenc.export.programs import padded, plain_checks, run_plain
 from hf_posenc.export.records import Check
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.form import StockForm, current_config, stock_state
 from hf_posenc.export.stock.rope_parameters import fold
 from hf_posenc.export.stock.target import TOLERANCE, StockExport
 from hf_posenc.patching.anatomy.sites import native_pairing, native_rotary_dim
@@ -163,8 +163,7 @@ def _kind(parts: ModelParts) -> str:
 
 def _config(parts: ModelParts, kind: str) -> Any:
     """The config of a class of the file, which is loaded for it."""
-    stock = stock_config(parts.model)
-    write_current_length(stock, parts)
+    stock = current_config(parts)
     config_name = type(stock).__name__
     found = {"AutoModel": transformers.AutoModel._model_mapping.get(type(stock), None)} | {
         f"AutoModelFor{head}": getattr(transformers, f"AutoModelFor{head}")._model_mapping.get(type(stock), None)

@@ -60,6 +60,13 @@ def stock_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
 
 
+def current_config(parts: ModelParts) -> Any:
+    """`stock_config` with the length of the patched model."""
+    config = stock_config(parts.model)
+    write_current_length(config, parts)
+    return config
+
+
 def write_current_length(config: Any, parts: ModelParts) -> None:
     """Writes the length of the patched model to a stock config."""
     lengths = parts.model.position_encoding.lengths

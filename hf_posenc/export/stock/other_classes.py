@@ -18,7 +18,7 @@ from transformers import GPTNeoXConfig, MPNetConfig, PreTrainedConfig, PreTraine
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import ModelParts, Rotation, rotations_of
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.form import StockForm, current_config, stock_state
 from hf_posenc.export.stock.rope_parameters import fold, rotation_parameters
 from hf_posenc.schemes.bias.t5 import T5Bias
 
@@ -60,11 +60,10 @@ def smollm3(parts: ModelParts) -> StockForm:
     Raises:
         UnsupportedError: if the architecture has other weights, or the rotating layers rotate differently.
     """
-    config, state = stock_config(parts.model), stock_state(parts.model)
+    config, state = current_config(parts), stock_state(parts.model)
     model_class = _other_class(parts, "SmolLM3", _LLAMAS[config.model_type])
     if getattr(config, "sliding_window", None) is not None:
         raise UnsupportedError("The model has a sliding window, which a SmolLM3 applies in other layers.")
-    write_current_length(config, parts)
     rotations = rotations_of(parts, same=False)
     rotating = [rotation for rotation in rotations if rotation.rotary_dim]
     if len({(rotation.spectrum, rotation.scaling) for rotation in rotating}) > 1:
@@ -88,7 +87,7 @@ def gpt_neox(parts: ModelParts) -> StockForm:
     Raises:
         UnsupportedError: if there is no such class for the model, or its layers do not all have the same rotation.
     """
-    config, model_class = stock_config(parts.model), _other_class(parts, "GPT-NeoX", "GPT2")
+    config, model_class = current_config(parts), _other_class(parts, "GPT-NeoX", "GPT2")
     if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
         raise UnsupportedError("GPT-NeoX always divides its logits by the square root of the width of a head.")
     rotations = _turning(parts)
@@ -102,7 +101,7 @@ def gpt_neox(parts: ModelParts) -> StockForm:
         value = value.T.contiguous() if value.ndim == 2 and ".layers." in f".{key}" else value
         layer = re.search(r"layers\.(\d+)\.attention\.query_key_value\.", key)
         state[key] = value if layer is None else _by_head(value, rotations[int(layer[1])])
-    length = parts.model.position_encoding.lengths.current or config.max_position_embeddings
+    length = config.max_position_embeddings
     written = _converted(
         config,
         GPTNeoXConfig,
@@ -132,7 +131,7 @@ def roformer(parts: ModelParts) -> StockForm:
     Raises:
         UnsupportedError: if there is no such class for the model, or its layers do not all have the same rotation.
     """
-    config, model_class = _bert_config(parts), _other_class(parts, "RoFormer", "Bert")
+    config, model_class = current_config(parts), _other_class(parts, "RoFormer", "Bert")
     table = "embeddings.position_embeddings.weight"
     state = {key: value for key, value in stock_state(parts.model).items() if not key.endswith(table)}
     if any("pooler" in key for key in state):
@@ -168,7 +167,7 @@ def mpnet(parts: ModelParts) -> StockForm:
     Raises:
         UnsupportedError: if there is no such class for the model, or its layers do not share a bias with its buckets.
     """
-    config, model_class = _bert_config(parts), _other_class(parts, "MPNet", "Bert")
+    config, model_class = current_config(parts), _other_class(parts, "MPNet", "Bert")
     bias = parts.layers[0].parts.logit_bias
     if not isinstance(bias, T5Bias) or any(layer.parts.logit_bias is not bias for layer in parts.layers):
         raise UnsupportedError("MPNet has one T5 bias, which all layers share.")
@@ -196,13 +195,6 @@ def _turning(parts: ModelParts) -> list[Rotation]:
     if not rotations[0].rotary_dim:
         raise UnsupportedError("the scheme does not rotate")
     return rotations
-
-
-def _bert_config(parts: ModelParts) -> Any:
-    """The stock config of a BERT, with the current length."""
-    config = stock_config(parts.model)
-    config.max_position_embeddings = parts.model.position_encoding.lengths.current or config.max_position_embeddings
-    return config
 
 
 def _other_class(parts: ModelParts, family: str, own: str) -> type[PreTrainedModel]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, Layer, ModelParts, Rotation, rotation_of
-from hf_posenc.export.stock.form import StockForm, config_of, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.form import StockForm, config_of, current_config, stock_state
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import build_context, native_pairing
 from hf_posenc.schemes import BuildContext
@@ -27,7 +27,7 @@ def own_rotation(parts: ModelParts) -> StockForm:
         raise UnsupportedError(f"A {name} rotates by the coordinates of images, which one set of factors cannot state.")
     if any(stack.tables for stack, _ in parts.stacks):
         raise UnsupportedError(f"A {name} cannot exchange its table of positions for a rotation.")
-    config, state = stock_config(parts.model), stock_state(parts.model)
+    config, state = current_config(parts), stock_state(parts.model)
     by_layer_type: dict[str | None, dict[str, Any]] = {}
     for layer in layers:
         rotation = rotation_of(layer)
@@ -45,7 +45,6 @@ def own_rotation(parts: ModelParts) -> StockForm:
             raise UnsupportedError(f"The layers rotate differently, but a {name} has one rotation for all of them.")
         fold(state, layer, rotation, native_pairing(layer.stack, layer.attention) or "half")
     write_rope_parameters(config_of(layers[0].stack, parts.model, config), by_layer_type)
-    write_current_length(config, parts)
     carrier = f"{name} with the frequencies as factors of rope_type 'longrope'"
     return StockForm(type(parts.model), config, state, carrier=carrier)
 

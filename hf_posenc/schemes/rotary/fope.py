@@ -19,17 +19,14 @@ from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 SMALLEST_SUM = 0.1
 
 
-def fourier_coefficients(
-    num_key_heads: int, num_turning: int, gain: float, seed: int, num_mixed: int | None = None
-) -> Tensor:
+def fourier_coefficients(num_key_heads: int, num_turning: int, gain: float, seed: int, num_mixed: int) -> Tensor:
     """Draws each pair's share of each frequency, for cosine and sine: `(2, key_value_heads, num_turning, num_mixed)`
     float32.
 
-    All rotating pairs are mixed by default. Python's generator is used because `random()` gives the same numbers on
-    every machine and in every version: only the seed is saved, not the coefficients.
+    Python's generator is used because `random()` gives the same numbers on every machine and in every version: only
+    the seed is saved, not the coefficients.
     """
     generator = random.Random(seed)
-    num_mixed = num_turning if num_mixed is None else num_mixed
     deviation = gain * math.sqrt(2 / (num_mixed * (num_turning + num_key_heads)))
 
     def normal() -> float:

@@ -120,47 +120,32 @@ class LengthDependentRotaryMap(RotaryMap):
     """A `RotaryMap` with frequencies that depend on the length of each sequence.
 
     Args:
-        constants: `(..., rotary_dim / 2)` float32, of the scaling.
-        scaling: the scaling that depends on the length.
-        theta: the base.
-        layout: as in `RotaryMap`.
-        attention_scaling: factor of cosine and sine; `None` takes that of the scaling.
-        max_positions: the length of the model, from which a scaling may infer its factor.
+        config: the options, with a scaling that depends on the length.
+        context: the place in the model, from whose length a scaling may infer its factor.
     """
 
     length_dependent = True
 
-    def __init__(
-        self,
-        constants: Tensor,
-        scaling: RopeScaling,
-        theta: float,
-        layout: str,
-        attention_scaling: float | None,
-        max_positions: int | None,
-    ) -> None:
-        factor = scaling.attention_scaling(max_positions) if attention_scaling is None else attention_scaling
-        super().__init__(constants, layout, factor)
-        self.scaling = scaling
-        self.theta = theta
-        self.max_positions = max_positions
-        self._of_scaling = attention_scaling is None
+    def __init__(self, config: RotaryConfig, context: BuildContext) -> None:
+        super().__init__(config.frequencies(context), config.layout, config._attention_factor(context))
+        self.config = config
+        self.max_positions = context.max_positions
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """`(batch or 1, 1, rotary_dim / 2)` float32, for `lengths` `(batch or 1, 1)`."""
-        constants = self._constants.on(lengths.device)
-        return self.scaling.at_lengths(constants, self.theta, self.rotary_dim, lengths)
+        constants, config = super().inverse_frequencies(lengths), self.config
+        return config.applied_scaling.at_lengths(constants, config.theta, self.rotary_dim, lengths)
 
     def attention_factor(self, lengths: Tensor) -> Tensor | float:
         """The factor of the scaling, unless another one was given."""
-        factor = self.scaling.attention_at_lengths(lengths, self.max_positions)
-        if not isinstance(factor, Tensor) or not self._of_scaling:
+        if getattr(self.config, "attention_scaling", None) is not None:
             return self.attention_scaling
-        return factor.unsqueeze(-1)
+        factor = self.config.applied_scaling.attention_at_lengths(lengths, self.max_positions)
+        return factor.unsqueeze(-1) if isinstance(factor, Tensor) else factor
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Raises if the frequencies at the two lengths differ."""
-        self.scaling.check_cache(cached_length, total_length)
+        self.config.applied_scaling.check_cache(cached_length, total_length)
 
 
 class RotaryConfig(SchemeConfig):
@@ -209,17 +194,18 @@ class RotaryConfig(SchemeConfig):
     def _rotary_dim(self, context: BuildContext) -> int:
         return resolve_rotary_dim(self, self.rotary_dim, context)
 
+    def _attention_factor(self, context: BuildContext) -> float:
+        """The factor of cosine and sine: the option `attention_scaling`, or that of the scaling at short lengths."""
+        given = getattr(self, "attention_scaling", None)
+        return self.applied_scaling.attention_scaling(context.max_positions) if given is None else given
+
     def rotation(self, context: BuildContext) -> QueryKeyMap:
         """The map of queries and keys, with the length that a scaling is made for; raises as `frequencies`."""
-        scaling, factor, length = self.applied_scaling, getattr(self, "attention_scaling", None), context.max_positions
-        constants = self.frequencies(context)
-        rotation: RotaryMap
-        if scaling.length_dependent:
-            rotation = LengthDependentRotaryMap(constants, scaling, self.theta, self.layout, factor, length)
+        if self.applied_scaling.length_dependent:
+            rotation: RotaryMap = LengthDependentRotaryMap(self, context)
         else:
-            factor = scaling.attention_scaling(length) if factor is None else factor
-            rotation = RotaryMap(constants, self.layout, factor)
-        rotation.length_reach = Reach(made_for=scaling.made_for(length))
+            rotation = RotaryMap(self.frequencies(context), self.layout, self._attention_factor(context))
+        rotation.length_reach = Reach(made_for=self.applied_scaling.made_for(context.max_positions))
         return rotation
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -344,7 +344,6 @@ def random_rotation(axes: int) -> Tensor:
         angle = float(torch.rand((), dtype=torch.float32, device="cpu")) * 2 * math.pi
         rows = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
         return torch.tensor(rows, dtype=torch.float32, device="cpu")
-    orthogonal, triangular = torch.linalg.qr(torch.randn(axes, axes, dtype=torch.float32, device="cpu"))
-    orthogonal = orthogonal * triangular.diagonal().sign()
+    orthogonal = nn.init.orthogonal_(torch.empty(axes, axes, dtype=torch.float32, device="cpu"))
     orthogonal[:, 0] *= torch.linalg.det(orthogonal).sign()
     return orthogonal

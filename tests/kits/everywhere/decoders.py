@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc.export.gguf.run import decode, detokenize, tokenize
+from hf_posenc.export.gguf.run import decode, tokenize
 from hf_posenc.report import Record
 from tests.kits.everywhere import in_transformers, text
 from tests.kits.everywhere.launch import run_script
@@ -145,9 +145,9 @@ def _llama(file: Path, program: str, variant: Variant, expected: Reference) -> l
     if not task["prompts"]:
         return records
     prompts = [[ids] for ids in tokenize(file, task["prompts"])]
-    end = AutoTokenizer.from_pretrained(file.parent).eos_token_id
-    written = decode(file, prompts, task["greedy"] - 1, without=[end])
-    texts = detokenize(file, [rows.argmax(-1).tolist() for rows in written])
+    tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    written = decode(file, prompts, task["greedy"] - 1, without=[tokenizer.eos_token_id])
+    texts = tokenizer.batch_decode([rows.argmax(-1).tolist() for rows in written])
     return [*records, *_texts(variant, program, expected, texts)]
 
 

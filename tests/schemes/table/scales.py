@@ -22,12 +22,10 @@ def scaled(case: LogitCase, factor: Callable[[int, int], float]) -> Logits:
 
 
 def ssmax(config: Any, parts: Any, case: LogitCase) -> Logits:
-    """arXiv:2501.19399; the initial scale makes the factor 1 on average over the training length."""
-    scale = config.initial_scale
-    if scale is None:
-        scale = config.training_length / sum(math.log(n) for n in range(1, config.training_length + 1))
-    offsets = [0.0] * len(case.query) if parts.logit_scale.bias is None else parts.logit_scale.bias.tolist()
-    return scaled(case, lambda head, n: scale * math.log(n) + offsets[head])
+    """arXiv:2501.19399."""
+    scale, bias = parts.logit_scale.scale.tolist(), parts.logit_scale.bias
+    offsets = [0.0] * len(case.query) if bias is None else bias.tolist()
+    return scaled(case, lambda head, n: scale[head] * math.log(n) + offsets[head])
 
 
 def log_n(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -57,7 +55,6 @@ ROWS: dict[str, Row] = {
         "logits",
         ssmax,
         (SSMaxConfig(), SSMaxConfig(bias=True), SSMaxConfig(initial_scale=0.43), SSMaxConfig(training_length=16)),
-        of_start=True,
         marks="--+.++..-++",
         # The factor of the query at i follows log(i + 1): a number of its own, which half precision rounds together.
         causal_marks="++-.++..---",
