@@ -7,8 +7,9 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures import Architecture
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, RelativeMechanism, Stack
+from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
+from hf_posenc.patching.anatomy.sites import (
+    AttentionLayer,
+    NamedModule,
+    PositionTable,
+    RelativeMechanism,
+    layout_of,
+    table_weight,
+)
 from hf_posenc.patching.forwards import (
     INTERFACE,
     is_of_transformers,
@@ -29,7 +37,7 @@ from hf_posenc.patching.forwards import (
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.anatomy import StackModules
+    from hf_posenc.patching.layouts.layout import Layout
 
 #: The config attribute with the number of tokens in the position table of an encoder that reads features.
 SOURCE_LENGTH = "max_source_positions"
@@ -44,99 +52,12 @@ def inner_part(module: nn.Module, config: Any) -> str | None:
 
 
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
-#: Attributes that hold the weight of a position table.
-WEIGHT_NAMES = ("weight", "weights")
 
 
-def table_weight(module: nn.Module) -> Tensor | None:
-    """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
-    for name in WEIGHT_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor) and value.dim() == 2:
-            return value
-    return None
-
-
-def table_origin(module: nn.Module) -> int:
-    """The row of the first real token.
-
-    OPT and BART have an `offset`; fairseq's tables (RoBERTa, M2M100) start after the padding row.
-    """
-    offset = getattr(module, "offset", None)
-    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
-        return offset
-    padding_idx = getattr(module, "padding_idx", None)
-    return 0 if padding_idx is None else int(padding_idx) + 1
-
-
-@dataclass
-class PositionTable(NamedModule):
-    """A module in which an architecture looks up the vectors of positions.
-
-    Args:
-        rows_before: number of rows before that of the first token which the module does not show.
-    """
-
-    rows_before: int = 0
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        weight = table_weight(self.module)
-        assert weight is not None
-        return weight
-
-    @property
-    def origin(self) -> int:
-        """The row of the first real token."""
-        return self.rows_before + table_origin(self.module)
-
-
-@dataclass
-class OwnedTable(NamedModule):
-    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
-
-    Args:
-        name: attribute that holds the table.
-        prefix_rows: number of rows before those of the input, for class tokens.
-        channels_first: whether the table is `(1, hidden, rows, columns)`.
-    """
-
-    name: str
-    prefix_rows: int
-    channels_first: bool = False
-
-    @property
-    def full_name(self) -> str:
-        """Path of the table below the stack."""
-        return f"{self.path}.{self.name}".lstrip(".")
-
-    @property
-    def value(self) -> Any:
-        """The parameter, tensor or embedding that holds the table."""
-        return getattr(self.module, self.name)
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
-        assert isinstance(weight, Tensor)
-        if self.channels_first:
-            return weight[0].flatten(1).T
-        return weight.reshape(-1, weight.shape[-1])
-
-    def in_order_of_tokens(self, others: int) -> Tensor:
-        """The table with the rows of all tokens without a place first, `(rows, hidden)`."""
-        weight, behind = self.weight, others - self.prefix_rows
-        if behind <= 0:
-            return weight
-        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
-
-
-def position_tables(modules: StackModules) -> list[PositionTable]:
+def _position_tables(stack: Stack) -> list[PositionTable]:
     """The modules of a stack that are tables with a row for each position."""
-    architecture, config = modules.architecture, modules.module.config
-    named = modules.select(
+    architecture = stack.architecture
+    named = stack.select(
         lambda path, module: (
             path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
         )
@@ -145,7 +66,7 @@ def position_tables(modules: StackModules) -> list[PositionTable]:
         PositionTable(path, module, architecture.rows_before)
         for path, module in named
         if table_weight(module) is not None
-        and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))
+        and not any(inner_part(above, stack.config) for above in _on_the_way(path, stack.module))
     ]
 
 
@@ -169,60 +90,179 @@ _ROTATES_INPUT = "_apply_rotary_embedding"
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
 
-def read_stack(modules: StackModules) -> Stack:
-    """The attention layers, tables and rotary modules of a stack.
+@dataclass(eq=False)
+class Stack:
+    """A `PreTrainedModel`, and the modules that belong to it and to no `PreTrainedModel` inside it.
 
-    Raises:
-        UnsupportedError: for attention that a scheme would bypass.
+    Args:
+        path: path below the model; empty for the model itself.
+        module: the `PreTrainedModel`.
+        members: path and module of everything that belongs to it, in the order of definition. A module that is used at
+            several places is listed at each of them.
+        part: the part of the model that it belongs to, such as "text".
+        name: its name among the stacks of the model: "encoder", "decoder", "model" or its path.
+        attentions: its self-attention layers, in order; empty until they are read.
     """
-    stack = Stack(modules.name, modules.path, modules.module, modules.part, modules.architecture)
-    for path, candidate in modules.attentions:
-        reason = reason_to_skip(path, candidate, modules)
-        if reason is not None:
-            stack.skipped.append((path, reason))
+
+    path: str
+    module: Any
+    members: list[tuple[str, nn.Module]] = field(default_factory=list)
+    part: str = ""
+    name: str = ""
+    attentions: list[AttentionLayer] = field(default_factory=list)
+
+    def read(self) -> Stack:
+        """Reads its attention layers and what its tokens are, once. Returns the stack.
+
+        Raises:
+            UnsupportedError: if its architecture is not supported, or for attention that a scheme would bypass.
+        """
+        if self.attentions:
+            return self
+        refuse_declared(self.module)
+        layers: list[AttentionLayer] = []
+        for path, module in self.self_attentions:
+            _refuse_indexer(path, module)
+            layers.append(_read_self_attention(path, module, self, len(layers)))
+        _refuse_other_attention(self)
+        self.layout  # noqa: B018 - found before a scheme is placed, which hides native mechanisms
+        _refuse_two_sequences(self)
+        self.attentions = layers
+        return self
+
+    @property
+    def config(self) -> Any:
+        """The stack's own config."""
+        return self.module.config
+
+    @cached_property
+    def kind(self) -> type[Layout]:
+        """The kind of its tokens."""
+        return layout_of(self.module)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The declaration of its architecture."""
+        return architecture_of(self.module.config)
+
+    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
+        """The members that `wanted` accepts, in the order in which layers are counted."""
+        if self.kind.in_definition_order:
+            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
+        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
+        return sorted(chosen, key=lambda item: natural_order(item[0]))
+
+    def in_definition_order(self) -> list[tuple[str, nn.Module]]:
+        """The stack itself, then its members, each module once."""
+        first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
+        for path, module in self.members:
+            first.setdefault(id(module), (path, module))
+        return list(first.values())
+
+    @cached_property
+    def computing_attention(self) -> list[tuple[str, nn.Module, str | None]]:
+        """Path and module of everything that computes attention, and why it is left alone; `None` if it is patched."""
+        declared = self.architecture.attention_classes
+        if declared:
+            found = self.select(lambda path, module: type(module).__name__ in declared)
         else:
-            _refuse_indexer(path, candidate)
-            stack.attentions.append(_read_self_attention(path, candidate, modules, len(stack.attentions)))
-    _refuse_other_attention(stack, modules.members)
-    stack.layout = modules.kind.find(stack, modules)
-    tables = {id(table.module) for table in stack.tables}
-    rotaries = modules.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
-    stack.rotaries = [
-        NamedModule(path, module) for path, module in rotaries if "position_ids" in parameters_of(type(module).forward)
-    ]
-    _refuse_two_sequences(stack)
-    stack.first_layer = _first_layer(stack.module, stack.attentions[0].path, stack.layout.projection)
-    table, projection = stack.layout.table(stack), stack.layout.projection
-    shown = None if projection is None else int(projection.out_channels)
-    stack.hidden_size = (shown or first_int(stack.config, WIDTHS)) if table is None else table.shape[1]
-    return stack
+            forwards = {type(module).forward for _, module in self.members}
+            through_interface = {forward for forward in forwards if _uses_interface(forward)}
+            found = self.select(lambda path, module: type(module).forward in through_interface)
+            found = found or self.select(lambda path, module: _computes_scores(module))
+        return [(path, module, _reason_to_skip(path, module, self)) for path, module in found]
+
+    @cached_property
+    def self_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every self-attention layer that a scheme acts in."""
+        return [(path, module) for path, module, reason in self.computing_attention if reason is None]
+
+    @cached_property
+    def cross_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every cross-attention layer."""
+        return [(path, module) for path, module, reason in self.computing_attention if reason == CROSS_ATTENTION]
+
+    @cached_property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Path of everything that computes attention and is left alone, with the reason."""
+        return [(path, reason) for path, _, reason in self.computing_attention if reason is not None]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What its tokens are."""
+        return self.kind.find(self)
+
+    @cached_property
+    def tables(self) -> list[PositionTable]:
+        """The modules that are tables with a row for each position. Tables over a grid are those of the layout."""
+        return [] if self.kind.has_axes else _position_tables(self)
+
+    @cached_property
+    def rotaries(self) -> list[NamedModule]:
+        """Its rotary modules."""
+        tables = {id(table.module) for table in self.tables}
+        found = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
+        return [NamedModule(*each) for each in found if "position_ids" in parameters_of(type(each[1]).forward)]
+
+    @cached_property
+    def first_layer(self) -> nn.Module | None:
+        """The module whose input is the embedded sequence; `None` if layers are not in a list."""
+        return _first_layer(self.module, self.self_attentions[0][0], self.layout.projection)
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that the first layer receives."""
+        table, projection = self.layout.table(self), self.layout.projection
+        shown = None if projection is None else int(projection.out_channels)
+        return (shown or first_int(self.config, WIDTHS)) if table is None else table.shape[1]
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether its attention is causal."""
+        return all(attention.causal for attention in self.attentions)
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether some of its attention never computes the logits of all pairs of tokens."""
+        return any(attention.sparse for attention in self.attentions)
+
+    @cached_property
+    def mechanism(self) -> str | None:
+        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
+        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
+        return self.architecture.mechanism or next((found.description for found in relative), None)
+
+    def layers(self) -> list[int]:
+        """Indices of the layers that hold attention."""
+        return sorted({attention.layer for attention in self.attentions})
 
 
-def attentions_of(modules: StackModules) -> list[tuple[str, nn.Module]]:
-    """Path and module of everything in a stack that computes attention."""
-    declared = modules.architecture.attention_classes
-    if declared:
-        return modules.select(lambda path, module: type(module).__name__ in declared)
-    forwards = {type(module).forward for _, module in modules.members}
-    through_interface = {forward for forward in forwards if _uses_interface(forward)}
-    found = modules.select(lambda path, module: type(module).forward in through_interface)
-    return found or modules.select(lambda path, module: _computes_scores(module))
+def refuse_declared(model: PreTrainedModel) -> None:
+    """Refuses a model, or a stack, that is declared as unsupported."""
+    refusal = architecture_of(model.config).refusal(model.config)
+    if refusal:
+        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
 
 
-def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> str | None:
+def natural_order(path: str) -> list[tuple[int, Any]]:
+    """A sort key that puts "layers.10" after "layers.9"."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
+
+
+def _reason_to_skip(path: str, attention: nn.Module, stack: Stack) -> str | None:
     """Why an attention module of a stack is left alone; `None` if it is patched."""
     named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
     if named or getattr(attention, "is_cross_attention", False) is True:
         return CROSS_ATTENTION
-    for left_alone in (modules.kind.left_alone, modules.architecture.left_alone):
+    for left_alone in (stack.kind.left_alone, stack.architecture.left_alone):
         if left_alone is not None and re.search(left_alone[0], path):
             return left_alone[1]
-    part = inner_part(attention, modules.module.config)
+    part = inner_part(attention, stack.module.config)
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
 
 
-def _read_self_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> AttentionLayer:
-    config, architecture = modules.module.config, modules.architecture
+def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
+    config, architecture = stack.module.config, stack.architecture
     found = _read_attention(path, module, config, architecture, order)
     layer_types = getattr(config, "layer_types", None)
     layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
@@ -233,8 +273,8 @@ def _read_self_attention(path: str, module: nn.Module, modules: StackModules, or
         rotary_functions=rotary_names(inspect.unwrap(type(module).forward)),
         num_cached_heads=min(first_int(module, _KEY_HEADS) or found.num_cached_heads, found.num_cached_heads),
         layer_type=layer_type if isinstance(layer_type, str) else None,
-        causal=_is_causal(module, modules),
-        window=modules.kind.window_of(module, config),
+        causal=_is_causal(module, stack),
+        window=stack.kind.window_of(module, config),
         relative=_find_relative(module),
         sparse=bool(architecture.sparse) and architecture.is_sparse(module, config),
     )
@@ -242,10 +282,9 @@ def _read_self_attention(path: str, module: nn.Module, modules: StackModules, or
 
 def cross_attentions(stack: Stack) -> list[AttentionLayer]:
     """The cross-attention layers of a stack, in order."""
-    paths = [path for path, reason in stack.skipped if reason == CROSS_ATTENTION]
     return [
-        _read_attention(path, stack.module.get_submodule(path), stack.config, stack.architecture, order)
-        for order, path in enumerate(paths)
+        _read_attention(path, module, stack.config, stack.architecture, order)
+        for order, (path, module) in enumerate(stack.cross_attentions)
     ]
 
 
@@ -261,26 +300,25 @@ def _read_attention(
     return AttentionLayer(path, module, layer, uses, [], *shape, layer_type=None, causal=False)
 
 
-def _is_causal(module: nn.Module, modules: StackModules) -> bool:
+def _is_causal(module: nn.Module, stack: Stack) -> bool:
     """Whether attention is causal, according to the declaration, or else to the stack and the attention module.
 
     An attention module with `is_causal=False` may still be causal because of its mask, as in the decoders of NLLB-MoE,
     BigBird-Pegasus, and UMT5 before transformers 5.18. A decoder stack therefore counts as causal.
     `refuse_misread_causality` checks such contradictions by running the model.
     """
-    stack: PreTrainedModel = modules.module
-    declared, of_kind = modules.architecture.causal, modules.kind.is_causal(module)
+    declared, of_kind = stack.architecture.causal, stack.kind.is_causal(module)
     if declared is not None:
         return declared(stack.config) if callable(declared) else declared
     if of_kind is not None:
         return of_kind
     own = getattr(module, "is_causal", None)
-    kind = type(stack).__name__
+    kind = type(stack.module).__name__
     encodes = "Encoder" in kind
-    is_decoder = "Decoder" in kind or any(getattr(one, "is_decoder", False) for one in (stack.config, stack))
+    is_decoder = "Decoder" in kind or any(getattr(one, "is_decoder", False) for one in (stack.config, stack.module))
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
     decodes = is_decoder and not (encodes and own is False)
-    if own is True or decodes or names_used(type(stack).forward) >= _CAUSAL_CALL:
+    if own is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
         return True
     if own is False or encodes:
         return False
@@ -305,15 +343,15 @@ def _computes_scores(module: nn.Module) -> bool:
     return not any("Attention" in type(child).__name__ for child in below)
 
 
-def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) -> None:
+def _refuse_other_attention(stack: Stack) -> None:
     """Refuses attention of other code in a stack of transformers that would keep its positions, or lose its code."""
     if not is_of_transformers(type(stack.module).__module__):
         return
-    known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
-    places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
+    known = {path for path, _, _ in stack.computing_attention}
+    places = {_LAYER.sub("*", path, count=1) for path, _ in stack.self_attentions}
     layers = {path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]) for path in known}
     lists = {layer.rpartition(".")[0] for layer in layers}
-    for path, module in modules:
+    for path, module in stack.members:
         layer, forward = path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]), type(module).forward
         alone = layer not in layers and layer.rpartition(".")[0] in lists and _computes_scores(module)
         if not alone and _LAYER.sub("*", path, count=1) not in places:
@@ -346,7 +384,7 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
 
 
 def _refuse_two_sequences(stack: Stack) -> None:
-    sides = {attention.path.split(".")[0] for attention in stack.attentions} & {"encoder", "decoder"}
+    sides = {path.split(".")[0] for path, _ in stack.self_attentions} & {"encoder", "decoder"}
     if len(sides) == 2:
         raise UnsupportedError(
             f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "

@@ -11,13 +11,14 @@ import inspect
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
+from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.formulas import (
     check_fixed_tables,
     describes,
@@ -27,7 +28,7 @@ from hf_posenc.patching.anatomy.formulas import (
 )
 from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial, build_context
+from hf_posenc.patching.anatomy.sites import AttentionLayer, build_context
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.patching.forwards import rebind
 from hf_posenc.schemes import (
@@ -42,6 +43,9 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.mrope import AXES
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.transaction import Transaction
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5
@@ -61,7 +65,7 @@ class Rotation:
     phases: Tensor
 
 
-def _observe_rotations(trial: Trial, stacks: list[Stack]) -> dict[str, Rotation]:
+def _observe_rotations(trial: Transaction, stacks: list[Stack]) -> dict[str, Rotation]:
     """Runs the stock model on three tokens; returns the rotation of every layer that rotated, by attention path.
 
     Raises:
@@ -98,7 +102,7 @@ def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
     return record
 
 
-def find_native_scheme(trial: Trial, stacks: list[Stack]) -> SchemeConfig:
+def find_native_scheme(trial: Transaction, stacks: list[Stack]) -> SchemeConfig:
     """The scheme of verified stacks of a stock model, with its parameters. See `native_scheme`.
 
     Raises:

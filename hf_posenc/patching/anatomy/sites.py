@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,9 +26,7 @@ from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.architectures import Architecture
-    from hf_posenc.patching.anatomy.discovery import PositionTable
+    from hf_posenc.patching.anatomy.discovery import Stack
     from hf_posenc.patching.layouts.layout import Layout
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
@@ -116,76 +114,93 @@ class NamedModule:
     module: Any
 
 
+#: Attributes that hold the weight of a position table.
+WEIGHT_NAMES = ("weight", "weights")
+
+
+def table_weight(module: nn.Module) -> Tensor | None:
+    """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
+    for name in WEIGHT_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value
+    return None
+
+
+def table_origin(module: nn.Module) -> int:
+    """The row of the first real token.
+
+    OPT and BART have an `offset`; fairseq's tables (RoBERTa, M2M100) start after the padding row.
+    """
+    offset = getattr(module, "offset", None)
+    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
+        return offset
+    padding_idx = getattr(module, "padding_idx", None)
+    return 0 if padding_idx is None else int(padding_idx) + 1
+
+
 @dataclass
-class Stack:
-    """One `PreTrainedModel` that owns attention layers, and all its modules that use positions.
+class PositionTable(NamedModule):
+    """A module in which an architecture looks up the vectors of positions.
 
     Args:
-        name: "encoder", "decoder" or "model".
-        path: path below the patched model; empty for the model itself.
-        module: the stack.
-        part: the part of the model that it belongs to, such as "text".
-        architecture: the declaration of its architecture.
-        attentions: its self-attention layers, in order.
-        tables: its position tables.
-        rotaries: its rotary modules.
-        first_layer: the module whose input is the embedded sequence.
-        hidden_size: width of the hidden states that the first layer receives.
-        layout: the kind of its tokens.
-        skipped: attention-like modules that are not patched, with the reason (cross-attention).
+        rows_before: number of rows before that of the first token which the module does not show.
+    """
+
+    rows_before: int = 0
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.module)
+        assert weight is not None
+        return weight
+
+    @property
+    def origin(self) -> int:
+        """The row of the first real token."""
+        return self.rows_before + table_origin(self.module)
+
+
+@dataclass
+class OwnedTable(NamedModule):
+    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
+
+    Args:
+        name: attribute that holds the table.
+        prefix_rows: number of rows before those of the input, for class tokens.
+        channels_first: whether the table is `(1, hidden, rows, columns)`.
     """
 
     name: str
-    path: str
-    module: Any
-    part: str
-    architecture: Architecture
-    attentions: list[AttentionLayer] = field(default_factory=list)
-    tables: list[PositionTable] = field(default_factory=list)
-    rotaries: list[NamedModule] = field(default_factory=list)
-    first_layer: nn.Module | None = None
-    hidden_size: int = 0
-    layout: Layout = field(init=False)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    prefix_rows: int
+    channels_first: bool = False
 
     @property
-    def config(self) -> Any:
-        """The stack's own config."""
-        return self.module.config
+    def full_name(self) -> str:
+        """Path of the table below the stack."""
+        return f"{self.path}.{self.name}".lstrip(".")
 
     @property
-    def causal(self) -> bool:
-        """Whether its attention is causal."""
-        return all(attention.causal for attention in self.attentions)
+    def value(self) -> Any:
+        """The parameter, tensor or embedding that holds the table."""
+        return getattr(self.module, self.name)
 
     @property
-    def sparse(self) -> bool:
-        """Whether some of its attention never computes the logits of all pairs of tokens."""
-        return any(attention.sparse for attention in self.attentions)
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
+        assert isinstance(weight, Tensor)
+        if self.channels_first:
+            return weight[0].flatten(1).T
+        return weight.reshape(-1, weight.shape[-1])
 
-    @property
-    def mechanism(self) -> str | None:
-        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
-        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
-        return self.architecture.mechanism or next((found.description for found in relative), None)
-
-    def layers(self) -> list[int]:
-        """Indices of the layers that hold attention."""
-        return sorted({attention.layer for attention in self.attentions})
-
-
-class Trial(Protocol):
-    """A stock model that is changed for short runs. A transaction makes the changes and takes them back."""
-
-    @property
-    def anatomy(self) -> Anatomy:
-        """The anatomy of the model."""
-
-    def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> AbstractContextManager[Any]:
-        """Context manager that yields the encoding with which some stacks run."""
-
-    def with_forwards(self, forwards: list[tuple[nn.Module, Any]]) -> AbstractContextManager[None]:
-        """Context manager in which some modules have other forwards."""
+    def in_order_of_tokens(self, others: int) -> Tensor:
+        """The table with the rows of all tokens without a place first, `(rows, hidden)`."""
+        weight, behind = self.weight, others - self.prefix_rows
+        if behind <= 0:
+            return weight
+        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
 
 
 _KINDS: list[type[Layout]] = []

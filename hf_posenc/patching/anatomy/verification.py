@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
+from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.short_runs import (
     EMBEDDED,
     ORDER,
@@ -32,7 +33,6 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.anatomy.sites import Stack, Trial
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
@@ -40,6 +40,7 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
+    from hf_posenc.patching.place.transaction import Transaction
 
 #: Number of tokens in runs that exchange two tokens, and in runs whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
@@ -95,7 +96,7 @@ def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
     return None
 
 
-def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Trial) -> None:
+def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transaction) -> None:
     """Refuses stacks in which positions act although every mechanism that was found is disabled.
 
     Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
@@ -265,7 +266,7 @@ def _own_message(stack: Stack, what: str) -> str:
     )
 
 
-def verify_native(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
+def verify_native(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs a stock model on a few tokens, with its native mechanism and with the scheme in its place.
 
     Args:
@@ -282,7 +283,7 @@ def verify_native(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> No
         )
 
 
-def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
+def verify_adopted_tables(trial: Transaction, stacks: list[Stack]) -> None:
     """Makes the same comparison before any scheme is placed in a model whose native bias tables a scheme can adopt.
 
     With the native tables, the declared scheme must reproduce the stock outputs, whatever values the tables hold. If
@@ -309,7 +310,7 @@ def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
             )
 
 
-def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
+def refuse_failing(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs stacks of features or pixels with a scheme, which may need more than they have, such as a place for vectors.
 
     Only a run shows which coordinates reach the layers of these stacks, and in which order. Stacks of text are not run:
@@ -336,7 +337,7 @@ def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> N
         ) from error
 
 
-def _difference(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> float | None:
+def _difference(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -> float | None:
     """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
     stock = _outputs(trial.anatomy, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.

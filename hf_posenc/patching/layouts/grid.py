@@ -6,19 +6,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
-from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
+from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
@@ -34,6 +33,9 @@ from hf_posenc.patching.layouts.layout import Layout
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.grids import other_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitScale, Part, QueryKeyMap, SchemeParts
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.transaction import Transaction
 
 _TABLE = re.compile(
     r"^(absolute_|decoder_)?pos(ition(al)?)?_(embed(ding)?s?|encodings?)(_vlm|_table|_window)?$"
@@ -85,14 +87,10 @@ class Grid(Layout):
         return _reads_pixels(module) or _reads_spectrogram(module.config)
 
     @classmethod
-    def find(cls, stack: Stack, modules: StackModules) -> Layout:
+    def find(cls, stack: Stack) -> Layout:
         """Finds the projection, the tables and the biases."""
-        suffix = stack.architecture.suffix_tokens
-        suffix = suffix(stack.config) if callable(suffix) else suffix
-        return cls._among(modules.in_definition_order(), stack.config, suffix)
-
-    @classmethod
-    def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
+        modules, config, suffix_tokens = stack.in_definition_order(), stack.config, stack.architecture.suffix_tokens
+        suffix_tokens = suffix_tokens(config) if callable(suffix_tokens) else suffix_tokens
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
         step = sides(steps) if isinstance(steps, int) else steps
@@ -119,12 +117,6 @@ class Grid(Layout):
         return window_of(attention, config)
 
     @classmethod
-    def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
-        """The modules inside the stack that own a table."""
-        sites = cls._among(modules.in_definition_order(), modules.module.config).vector_sites(None)
-        return [(site.path, site.module) for site in sites if site.module is not modules.module]
-
-    @classmethod
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """One image, one video or one spectrogram of the size in the config."""
         if _reads_spectrogram(module.config):
@@ -135,7 +127,7 @@ class Grid(Layout):
         """The first table, with the rows of tokens without a place."""
         return self.tables[0].weight if self.tables else None
 
-    def vector_sites(self, stack: Stack | None) -> list[Any]:
+    def vector_sites(self, stack: Stack) -> list[Any]:
         """One table of every module whose forward an additive scheme replaces."""
         return list({id(table.module): table for table in self.tables}.values())
 
@@ -172,7 +164,7 @@ class Grid(Layout):
         """Whether there are patches away from the edges. Patches from another stack contain its positions."""
         return self.projection is not None and tokens is not None and tokens.shape[1] >= _FEWEST_PATCHES
 
-    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Transaction) -> Any:
         """The scheme of its tables, its biases and its rotations."""
         return native_grid_scheme(stack, self, rotations, trial)
 

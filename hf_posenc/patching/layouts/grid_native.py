@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed, zero_bias_of
 from hf_posenc.patching.anatomy.architectures.example_inputs import sides
-from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack, Trial, build_context, native_pairing
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable, build_context, native_pairing
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
@@ -34,6 +34,7 @@ from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.layouts.grid import Grid
+    from hf_posenc.patching.place.transaction import Transaction
 
 
 #: - "module": a module whose output is the bias (Swin, BEiT).
@@ -213,7 +214,7 @@ _ASSIGNMENTS = ("block", "split", "alternating", "interleaved")
 _GRID_OF_AXES = {2: (14,), 3: (14, 14)}
 
 
-def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], trial: Trial) -> SchemeConfig:
+def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], trial: Transaction) -> SchemeConfig:
     """The scheme of the tables, the biases and the rotations of a stack of patches."""
     if len(grid.tables) > 1:
         raise several_tables(stack, [table.full_name for table in grid.tables])
@@ -321,7 +322,7 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     return learned
 
 
-def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotation: Rotation, trial: Trial) -> SchemeConfig:
+def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotation: Rotation, trial: Transaction) -> SchemeConfig:
     """The scheme with the phases that a layer received in a short run."""
     layout = native_pairing(stack, attention)
     assert layout is not None
@@ -388,7 +389,7 @@ def _bases(config: Any) -> list[float]:
     return list(dict.fromkeys([float(one) for one in stated if one] + [10000.0, 100.0]))
 
 
-def _positions_of(stack: Stack, trial: Trial) -> Positions:
+def _positions_of(stack: Stack, trial: Transaction) -> Positions:
     """The positions of the first layer in a short run, as the library finds them."""
     seen: list[Positions] = []
     # A scheme for the order of tokens does not depend on the number of axes.

@@ -8,26 +8,28 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
-from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
-from hf_posenc.patching.anatomy.discovery import WIDTHS, PositionTable, first_int, position_tables
+from hf_posenc.patching.anatomy.discovery import WIDTHS, Stack, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
+from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
 from hf_posenc.patching.forwards import forward_parameters, names_used
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.transaction import Transaction
 
 
 class Layout:
@@ -50,6 +52,8 @@ class Layout:
     token_axes: ClassVar[tuple[int, ...]] = (3,)
     #: The convolution that makes tokens of the input, if it may be among the layers.
     projection: Any = None
+    #: The position tables over a grid.
+    tables: Any = ()
     #: Native mechanisms in attention that belong to the kind of tokens.
     biases: Any = ()
 
@@ -61,9 +65,8 @@ class Layout:
         raise NotImplementedError
 
     @classmethod
-    def find(cls, stack: Stack, modules: StackModules) -> Layout:
-        """Finds the tables of a stack, whose attention layers are already known."""
-        stack.tables = position_tables(modules)
+    def find(cls, stack: Stack) -> Layout:
+        """Finds what the tokens of a stack are."""
         return cls()
 
     @classmethod
@@ -80,11 +83,6 @@ class Layout:
     def window_of(cls, attention: nn.Module, config: Any) -> tuple[int, ...] | None:
         """Sizes of the windows of tokens that an attention module states."""
         return None
-
-    @classmethod
-    def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
-        """Path and module of everything besides attention whose forward a scheme must replace: the tables."""
-        return [(table.path, table.module) for table in position_tables(modules)]
 
     @classmethod
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -144,7 +142,7 @@ class Layout:
         """Whether the input of the first layer, `(batch, length, hidden)`, shows whether equal tokens stay equal."""
         raise NotImplementedError
 
-    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Transaction) -> Any:
         """The native scheme: what is declared, or else that of the vectors and of the rotation of every layer."""
         declared = declared_scheme(stack)
         if declared is not None:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
-from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
+from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, Stack, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
-from hf_posenc.patching.anatomy.sites import NamedModule, Stack
+from hf_posenc.patching.anatomy.sites import NamedModule, OwnedTable, table_origin
 from hf_posenc.patching.call.cache_checks import vectors
 from hf_posenc.patching.forwards import PlacedForward, Viewed, WithOverrides, forward_parameters, names_used, view_of
 from hf_posenc.patching.layouts.layout import Layout
@@ -117,11 +116,10 @@ class Series(Layout):
         return frames or any(name in parameters for name in FEATURES)
 
     @classmethod
-    def find(cls, stack: Stack, modules: StackModules) -> Layout:
-        """Finds the tables, and the modules and parameters that are added to the embeddings."""
-        super().find(stack, modules)
+    def find(cls, stack: Stack) -> Layout:
+        """Finds the modules and parameters that are added to the embeddings."""
         series = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
-        for path, module in modules.in_definition_order()[1:]:
+        for path, module in stack.in_definition_order()[1:]:
             kind = _kind_of(path, module)
             above, _, name = path.rpartition(".")
             # Some architectures build a module that they never call.

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
-from hf_posenc.patching.anatomy.sites import Stack, build_context
+from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.sites import build_context
 from hf_posenc.patching.place.config_entry import (
     NAMES,
     NATIVE_LENGTHS,

@@ -21,9 +21,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
-from hf_posenc.patching.anatomy.discovery import cross_attentions
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import modules_by_stack
+from hf_posenc.patching.anatomy.discovery import Stack, natural_order
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
@@ -124,10 +123,10 @@ class StackRecord:
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
-        modules = modules_by_stack(self.stack)[0]
-        attentions = [*modules.self_attentions, *(modules.cross_attentions if self.encoding.cross else ())]
-        sites = [*modules.kind.tables_in(modules)]
-        patched = [found for found in attentions if not self.architecture.sparse or not self._is_sparse(found[1])]
+        found = modules_by_stack(self.stack)[0]
+        attentions = [*found.self_attentions, *(found.cross_attentions if self.encoding.cross else ())]
+        sites = [(table.path, table.module) for table in (*found.tables, *found.layout.tables) if table.path]
+        patched = [each for each in attentions if not self.architecture.sparse or not self._is_sparse(each[1])]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
@@ -195,7 +194,7 @@ class StackRecord:
                 "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
-        self._found = [module for _, module in modules.self_attentions]
+        self._found = [module for _, module in found.self_attentions]
         self.places = [path for path, _ in attentions]
         self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
@@ -255,8 +254,8 @@ class StackRecord:
 
     def holds(self, stack: Stack) -> bool:
         """Whether a stack, as it is found now, has the same layers in the same order."""
-        across = cross_attentions(stack) if self.across else ()
-        found = [attention.module for attention in (*stack.attentions, *across)]
+        across = stack.cross_attentions if self.across else ()
+        found = [module for _, module in (*stack.self_attentions, *across)]
         return found == [*self.attentions, *self.across]
 
     @torch.no_grad()

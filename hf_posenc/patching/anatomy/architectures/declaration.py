@@ -17,7 +17,8 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import Environment
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+    from hf_posenc.patching.anatomy.discovery import Stack
+    from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable
     from hf_posenc.patching.place.record import Journal
 
 #: Disables a native mechanism of one stack. All changes are made through the journal, which can undo them.

@@ -29,7 +29,7 @@ from hf_posenc.patching.anatomy.architectures.example_inputs import (
     wave_and_spectrogram,
     words_on_a_page,
 )
-from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable
 from hf_posenc.patching.anatomy.weights import onload_weights
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -44,6 +44,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.refusals import CACHE_OF_OTHERS, POOLED_PATCHES
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.discovery import Stack
     from hf_posenc.patching.place.record import Journal
 
 
