@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
-from hf_posenc.patching.anatomy.discovery import Stack, natural_order
+from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
@@ -126,7 +124,7 @@ class StackRecord:
         found = modules_by_stack(self.stack)[0]
         attentions = [*found.self_attentions, *(found.cross_attentions if self.encoding.cross else ())]
         sites = [(table.path, table.module) for table in (*found.tables, *found.layout.tables) if table.path]
-        patched = [each for each in attentions if not self.architecture.sparse or not self._is_sparse(each[1])]
+        patched = [each for each in attentions if not self.architecture.is_sparse(each[1], self.stack.config)]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
@@ -172,7 +170,7 @@ class StackRecord:
                     "code that it had before. Restore it. Or call patch_model again, which examines the new code, and "
                     "refuses it if a scheme would bypass it."
                 )
-        if self.first_layer is not None and not self._begins_with(self.first_layer):
+        if self.first_layer is not None and not self._begins_with(self.first_layer, found):
             return (
                 f"The scheme adds positions at the input of a {type(self.first_layer).__name__} that is no longer the "
                 f"first layer of this {type(self.stack).__name__}, or is used several times. Call patch_model again "
@@ -242,8 +240,7 @@ class StackRecord:
         if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
-        in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
-        if same_depth and in_use == [*self.attentions, *self.across]:
+        if same_depth and self.holds(modules_by_stack(self.stack)[0]):
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -299,26 +296,14 @@ class StackRecord:
                 if change.kind == "frozen" and id(change.target) in inside:
                     change.value = False
 
-    def _begins_with(self, layer: nn.Module) -> bool:
-        """Whether a layer of the stack holds its first attention, and is used once."""
+    def _begins_with(self, layer: nn.Module, found: Stack) -> bool:
+        """Whether a layer of the stack, as it is found now, holds its first attention, and is used once."""
         if all(module is not layer for module in self.stack.modules()):
             return False
-        inside = {id(module) for module in layer.modules()}
-        found = [id(module) in inside for module in self._attentions_in_use(self._is_attention)]
-        return sorted(found, reverse=True) == found and sum(found) <= sum(map(self._is_attention, layer.modules()))
-
-    def _is_sparse(self, module: nn.Module) -> bool:
-        return self.architecture.is_sparse(module, self.stack.config)
-
-    def _is_attention(self, module: nn.Module) -> bool:
-        """Whether a module is patched attention, or sparse attention, which is not patched."""
-        return is_attention_site(module) or self._is_sparse(module)
-
-    def _attentions_in_use(self, wanted: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
-        """The attention modules in the order of the layers, with repetitions; by default those that are patched."""
-        places, wanted = self.stack.named_modules(remove_duplicate=False), wanted or is_attention_site
-        found = [(natural_order(path), module) for path, module in places if wanted(module)]
-        return [module for _, module in sorted(found, key=operator.itemgetter(0))]
+        own = {id(module) for module in layer.modules()}
+        attentions = [id(module) for _, module in found.self_attentions]
+        inside = [one in own for one in attentions]
+        return sorted(inside, reverse=True) == inside and sum(inside) <= len(own & {*attentions})
 
     def _attentions_to_run(self) -> tuple[int, ...]:
         """The ids of the attention modules in the layers that the config counts; for an early exit, fewer than all."""
@@ -461,9 +446,9 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
     return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
-def is_attention_site(module: nn.Module, kind: type[PlacedForward] = AttentionSite) -> bool:
+def is_attention_site(module: nn.Module) -> bool:
     """Whether a module is a patched attention layer, of this model or of one that shares it."""
-    return isinstance(forward_on_instance(module), kind)
+    return isinstance(forward_on_instance(module), AttentionSite)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Callable
@@ -127,6 +128,25 @@ def no_native(what: str, them: str = "it", *, if_set: str = "") -> Callable[[Sta
     return native
 
 
+def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
+    """Returns a `silence` function for mechanisms that are methods or settings of modules.
+
+    Args:
+        *unused: weights and submodules that only the mechanism uses. They are frozen.
+        of: path of the module below the stack; by default every self-attention module.
+        **instead: by name, what replaces a setting, or a function of the module and the arguments of a method.
+    """
+
+    def silence(stack: Stack, patches: Journal) -> None:
+        attentions = (attention.module for attention in stack.attentions)
+        for module in attentions if of is None else [stack.module.get_submodule(of)]:
+            for name, one in instead.items():
+                patches.replace(module, name, functools.partial(one, module) if callable(one) else one)
+            patches.freeze(module, *unused)
+
+    return silence
+
+
 _ARCHITECTURES: dict[str, Architecture] = {}
 _ORDINARY = Architecture()
 
@@ -184,6 +204,6 @@ def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, positio
     return table.weight.new_zeros(length, table.embedding_dim)
 
 
-def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:
+def zero_relative_shift(module: nn.Module, scores: Tensor, klen: int = -1) -> Tensor:
     """Replaces XLNet's `rel_shift_bnij`: the position term of the scores is zeros `(batch, heads, query_len, klen)`."""
     return scores.new_zeros(*scores.shape[:3], klen)

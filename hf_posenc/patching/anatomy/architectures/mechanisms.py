@@ -17,6 +17,7 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
     no_native,
     no_vectors,
     refused_if,
+    silencer,
     undescribed,
     zero_bias,
     zero_bias_of,
@@ -145,26 +146,6 @@ def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
     return lambda config: classes if config.attention_type != "original_full" else ()
 
 
-def _silence_relative_table(stack: Stack, patches: Journal) -> None:
-    """T5 and related models: the layer that owns the table computes the bias and passes it to the others."""
-    for attention in stack.attentions:
-        if getattr(attention.module, "relative_attention_bias", None) is not None:
-            patches.replace(attention.module, "compute_bias", zero_bias)
-            patches.freeze(attention.module, "relative_attention_bias")
-
-
-def _silence_mpnet(stack: Stack, patches: Journal) -> None:
-    encoder = stack.module.encoder
-    patches.replace(encoder, "compute_position_bias", zero_bias)
-    patches.freeze(encoder, "relative_attention_bias")
-
-
-def _silence_xlnet(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
-        patches.freeze(attention.module, "r", "r_r_bias")
-
-
 def _relative_table(stack: Stack) -> SchemeConfig:
     owners = [a.module for a in stack.attentions if getattr(a.module, "relative_attention_bias", None) is not None]
     owner = owners[0]
@@ -205,12 +186,6 @@ def _silence_roformer(stack: Stack, patches: Journal) -> None:
     patches.replace(table, "forward", functools.partial(zero_phases, table))
 
 
-def _silence_falcon(stack: Stack, patches: Journal) -> None:
-    if stack.module.use_alibi:
-        # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
-        patches.replace(stack.module, "use_alibi", False)
-
-
 def _falcon_key_heads(module: Any) -> int:
     """The number of key heads; the new decoder architecture first repeats its keys for every query head."""
     return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
@@ -221,13 +196,6 @@ def _silence_inkling(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         children = attention.module.named_children()
         patches.freeze(attention.module, *(name for name, child in children if "Relative" in type(child).__name__))
-
-
-def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
-    encoder = stack.module.encoder
-    if encoder.has_relative_attention_bias:
-        patches.replace(encoder, "_cal_1d_pos_emb", functools.partial(zero_bias_of, encoder.rel_pos_bias))
-        patches.freeze(encoder, "rel_pos_bias")
 
 
 def _udop_native(stack: Stack) -> SchemeConfig | None:
@@ -277,36 +245,21 @@ def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
     return module.rel_attn_embed.weight.new_zeros(()).expand(module.num_heads, query_length, key_length)
 
 
-def _silence_wavlm(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        module = attention.module
-        patches.replace(module, "torch_multi_head_self_attention", functools.partial(plain_heads, module))
-        patches.freeze(module, "gru_rel_pos_const", "gru_rel_pos_linear")
-        if hasattr(module, "rel_attn_embed"):
-            patches.replace(module, "compute_bias", functools.partial(no_head_bias, module))
-            patches.freeze(module, "rel_attn_embed")
-
-
-def _silence_vits(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        if attention.module.window_size:
-            patches.replace(attention.module, "window_size", None)
-            patches.freeze(attention.module, "emb_rel_k", "emb_rel_v")
-
-
 def _silence_phi4(stack: Stack, patches: Journal) -> None:
     layer = stack.module.relative_attention_bias_layer
     patches.set_forward(layer, zero_bias)
     patches.freeze(layer, "bias_values")
 
 
+#: T5 and related models: the layer that owns the table computes the bias and passes it to the others.
+_NO_RELATIVE_TABLE = silencer("relative_attention_bias", compute_bias=zero_bias)
 _TEMPERATURE = "queries are scaled by a slow function of their position"
 _INKLING = Architecture(
     mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
 )
 _T5 = Architecture(
     mechanism="T5 relative bias",
-    silence=_silence_relative_table,
+    silence=_NO_RELATIVE_TABLE,
     native=_relative_table,
     bias_table=_relative_bias_table,
 )
@@ -346,7 +299,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("mpnet",): Architecture(
         mechanism="T5 relative bias",
-        silence=_silence_mpnet,
+        silence=silencer("relative_attention_bias", of="encoder", compute_position_bias=zero_bias),
         native=_mpnet_native,
         bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
     ),
@@ -371,7 +324,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("xlnet",): Architecture(
         time_major=True,
         mechanism="Transformer-XL bias",
-        silence=_silence_xlnet,
+        silence=silencer("r", "r_r_bias", rel_shift_bnij=zero_relative_shift),
         head_shape=lambda module, config: (config.n_head, config.d_head),
         causal=lambda config: config.attn_type == "uni",
     ),
@@ -383,7 +336,8 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("falcon",): Architecture(
         mechanism="ALiBi, if configured",
-        silence=_silence_falcon,
+        # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
+        silence=silencer(of="", use_alibi=False),
         native=no_native(
             "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) "
             "and, with eager attention, adds it twice. No scheme describes this.",
@@ -400,7 +354,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("xlm",): Architecture(causal=lambda config: config.causal),
     ("layoutlmv3",): Architecture(
         mechanism="relative bias",
-        silence=_silence_layoutlmv3,
+        silence=silencer("rel_pos_bias", of="encoder", _cal_1d_pos_emb=zero_bias_of),
         native=no_native(
             "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of "
             "a picture. No scheme describes this.",
@@ -415,7 +369,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
     ("udop",): Architecture(
         mechanism="relative biases of words and boxes",
-        silence=_silence_relative_table,
+        silence=_NO_RELATIVE_TABLE,
         native=_udop_native,
         example_inputs=words_on_a_page,
     ),
@@ -442,7 +396,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("semantic", "coarse_acoustics", "fine_acoustics"): Architecture(tables=("position_embeds_layer",)),
     ("vits",): Architecture(
         mechanism="relative keys and values",
-        silence=_silence_vits,
+        silence=silencer("emb_rel_k", "emb_rel_v", window_size=None),
         native=no_native(
             "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
             "values.",
@@ -476,7 +430,11 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("wavlm",): Architecture(
         mechanism="gated relative bias",
         attention_classes=("WavLMAttention",),
-        silence=_silence_wavlm,
+        silence=silencer(
+            *("gru_rel_pos_const", "gru_rel_pos_linear", "rel_attn_embed"),
+            torch_multi_head_self_attention=plain_heads,
+            compute_bias=no_head_bias,
+        ),
         native=no_native(
             "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
             "further positions with a convolution over neighbouring embeddings. No scheme of this library does this.",
