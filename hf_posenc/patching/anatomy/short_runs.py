@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,12 +243,19 @@ _TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "h
 _AMPLIFICATION = 8.0
 
 
+class _SeenError(BaseException):
+    """Ends a run that has shown what it was made for."""
+
+
 class TokenOrder:
     """Observes a run of one stack on two rows, which hold the same tokens in two orders.
 
     In front of every layer, and of its attention, the second row becomes the first in the other order, because
     the layers before may have distinguished tokens by what they see. Without positions, attention then computes
     the same output for the last token, and bidirectional attention for all tokens.
+
+    Which keys sparse attention reads may depend on their order, so a run of a stack that has some ends at the input of
+    its first layer.
 
     Args:
         stack: the stack, in which no scheme and no native mechanism is active.
@@ -269,13 +276,15 @@ class TokenOrder:
         """Context manager in which the layers of the stack are observed."""
         with ExitStack() as handles:
             stack = self.stack
-            paths = filter(None, (_layer_path(attention.path) for attention in stack.attentions))
+            handles.enter_context(suppress(_SeenError))
+            attentions = [] if stack.sparse else stack.attentions
+            paths = filter(None, (_layer_path(attention.path) for attention in attentions))
             layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
             for layer in layers.values():
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
-            for attention in stack.attentions:
+            for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
                 check = functools.partial(self._check_output, attention)
                 handles.enter_context(attention.module.register_forward_pre_hook(reorder, with_kwargs=True))
@@ -287,6 +296,8 @@ class TokenOrder:
         # Only the layer that runs first gets embeddings. In a model that loops, it need not be the first of the list.
         if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
             self._note(EMBEDDED)
+        if self.stack.sparse:
+            raise _SeenError
         self._embedded = True
         self._in_order = rows is not None
         return self._reordered(args, kwargs)
@@ -313,6 +324,8 @@ class TokenOrder:
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
         """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""
+        if self.stack.sparse:
+            rows = rows[:, :_LENGTH]  # Padding follows, until the number of tokens is a multiple of a window.
         several, rest = divmod(rows.shape[1], _LENGTH)
         # A module may have made several vectors of each token.
         ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
@@ -341,15 +354,6 @@ class TokenOrder:
         assert view is not None
         view.copy_(torch.stack([row, row[[*range(before), *(before + place for place in ORDER)]]]))
         return exchanged(found, changed, args, kwargs)
-
-
-def one_word(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """The arguments of a run on `length` tokens, with all tokens replaced by the first one."""
-
-    def repeated(name: str, value: Any) -> Any:
-        return value[:, :1].expand_as(value).contiguous() if name in _TOKENS else value
-
-    return {name: repeated(name, value) for name, value in arguments.items()}
 
 
 def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:

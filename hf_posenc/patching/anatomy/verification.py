@@ -7,7 +7,7 @@ they are valid for any version of transformers.
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ from hf_posenc.patching.anatomy.short_runs import (
     embedded,
     has_convolution,
     in_both_orders,
-    one_word,
     run_briefly,
     seen_briefly,
     sees_all,
@@ -103,32 +102,27 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
     position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
     embeddings, in the forward of an attention class and in an attention function, no matter who wrote them.
 
-    Text with sparse attention: one word, repeated, must be the same vector everywhere at the input of the first layer.
-    Which keys such attention reads may depend on their order.
+    Of text with sparse attention, only the input of the first layer is compared.
 
     Features and pixels: in stacks in which nothing was found, whose mechanism is disabled by a declaration, or with
     code from outside transformers, some tokens close to each other must be equal at the input of the first layer if all
     frames of a series or pixels of an image are, and the first attention must not depend on the order of its keys. The
     latter is not compared for attention with a convolution over its keys.
     """
-    text: list[Stack] = []
-    sparse: list[Stack] = []
-    for stack in stacks:
-        if stack.layout.takes_tokens:
-            (sparse if stack.sparse else text).append(stack)
+    text = [stack for stack in stacks if stack.layout.takes_tokens]
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
     silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
-    if silenced or text or sparse:
+    if silenced or text:
         with trial.with_scheme(NoneConfig(), stacks):
             if silenced:
                 _refuse_positions_of_features(anatomy, silenced)
-            for found, check in ((text, _refuse_order_of_tokens), (sparse, _refuse_places_of_words)):
+            for found in ([one for one in text if not one.sparse], *([one] for one in text if one.sparse)):
                 try:
                     if found:
-                        check(anatomy, found)
+                        _refuse_order_of_tokens(anatomy, found)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
                     if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in found):
@@ -144,28 +138,6 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
     for stack, one in zip(stacks, seen, strict=True):
         if one.problem:
             raise _acting_nevertheless(stack, one.problem)
-
-
-class _Seen(BaseException):
-    """Ends a run that has shown what it was made for."""
-
-
-def _stop(module: nn.Module, args: Any) -> None:
-    raise _Seen
-
-
-def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
-    for stack in stacks:
-        with embedded(stack) as found, ExitStack() as until_then:
-            if stack.first_layer is not None:
-                # Short texts are padded to a window of several hundred tokens, so the layers are not run.
-                until_then.enter_context(suppress(_Seen))
-                until_then.enter_context(stack.first_layer.register_forward_pre_hook(_stop))
-            run_briefly(anatomy, [stack], len(ORDER), change=one_word)
-        # Architectures append tokens until their number is a multiple of a window.
-        words = found[0][0, : len(ORDER)] if found else None
-        if words is not None and any(distance(words[0], word) > 0 for word in words):
-            raise _acting_nevertheless(stack, EMBEDDED)
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
