@@ -245,8 +245,8 @@ def forward_on_instance(module: nn.Module) -> Any:
     return None if is_stock else found
 
 
-def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
-    """Refuses a module whose forward was replaced by another library, because a scheme would bypass it."""
+def refuse_foreign_forward(module: nn.Module, path: str = "") -> PlacedForward | None:
+    """The forward that a patch has set on a module. Refuses that of another library, which a scheme would bypass."""
     found = forward_on_instance(module)
     if found is not None and not isinstance(found, PlacedForward):
         name = f"{path} ({type(module).__name__})" if path else f"This {type(module).__name__}"
@@ -256,6 +256,7 @@ def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
             "in place. Then remove that forward (with the library that set it, or `del module.forward`), patch the "
             "model, and wrap the forward that the module has then."
         )
+    return found
 
 
 class ZeroOutput(PlacedForward):

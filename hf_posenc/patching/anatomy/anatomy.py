@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.discovery import Stack, refuse_declared
 from hf_posenc.patching.anatomy.sites import AddedModule
 from hf_posenc.patching.anatomy.weights import execution_device
@@ -133,7 +134,7 @@ class Anatomy:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        refuse_declared(model)
+        refuse_declared(model, architecture_of(model.config))
         walked = modules_by_stack(model)
         name_parts(model, walked)
         self._stacks = [stack for stack in walked if stack.self_attentions]

@@ -119,7 +119,7 @@ class Stack:
         """
         if self.attentions:
             return self
-        refuse_declared(self.module)
+        refuse_declared(self.module, self.architecture)
         layers: list[AttentionLayer] = []
         for path, module in self.self_attentions:
             _refuse_indexer(path, module)
@@ -237,9 +237,9 @@ class Stack:
         return sorted({attention.layer for attention in self.attentions})
 
 
-def refuse_declared(model: PreTrainedModel) -> None:
-    """Refuses a model, or a stack, that is declared as unsupported."""
-    refusal = architecture_of(model.config).refusal(model.config)
+def refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None:
+    """Refuses a model, or a stack, whose architecture is declared as unsupported."""
+    refusal = architecture.refusal(model.config)
     if refusal:
         raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
 

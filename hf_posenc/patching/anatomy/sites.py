@@ -219,7 +219,7 @@ def layout_of(module: PreTrainedModel) -> type[Layout]:
 
 def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
     """The `BuildContext` of one attention layer."""
-    config = stack.config
+    config = stack.module.config
     max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     table = stack.layout.table(stack)
     max_positions = max_positions if table is None else table.shape[0]

@@ -113,8 +113,7 @@ class Journal:
                 f"This {type(module).__name__} is used in several layers of the model, and a scheme has separate state "
                 "for each layer. Give each layer its own module (copy.deepcopy)."
             )
-        refuse_foreign_forward(module)
-        if forward_on_instance(module) is not None:
+        if refuse_foreign_forward(module) is not None:
             raise UnsupportedError(
                 f"This {type(module).__name__} is shared with another model that is patched, so it would run two "
                 "position encodings. Unpatch that model, or give each model its own modules (copy.deepcopy)."
