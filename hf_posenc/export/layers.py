@@ -18,7 +18,6 @@ from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding
 from hf_posenc.patching.place.install import adopt_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
-from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
@@ -82,7 +81,7 @@ class ModelParts:
     def theta(self, attention: AttentionLayer | None = None) -> float:
         """The base of RoPE in the scheme of a layer, by default of any layer, or else in the model's own rotation."""
         placed, layer_type = self.scheme.for_part(TEXT), None if attention is None else attention.layer_type
-        if attention is not None and isinstance(placed, LayeredConfig):
+        if attention is not None and placed is not None:
             placed = placed.for_layer(attention.layer, layer_type)
         for scheme in () if placed is None else walk(placed):
             if isinstance(theta := getattr(scheme, "theta", None), float):

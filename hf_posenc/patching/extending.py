@@ -34,7 +34,6 @@ from hf_posenc.schemes import (
     list_schemes,
 )
 from hf_posenc.schemes.arrangement.native import ONLY_WINDOWS_ROTATE, far_layers
-from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
@@ -277,9 +276,7 @@ def _warn_if_extrapolating(
             if attention.layer not in growing or type(rotation) is not RotaryMap:
                 continue
             made_for = rotation.length_reach.made_for or native or length
-            scheme = config
-            if isinstance(config, LayeredConfig):
-                scheme = config.for_layer(attention.layer, attention.layer_type)
+            scheme = config.for_layer(attention.layer, attention.layer_type)
             far = [one for one in walk(scheme) if isinstance(one, FarPositionsConfig)]
             if min([length, *(1 + one.greatest_distance(length) for one in far)]) <= made_for:
                 continue

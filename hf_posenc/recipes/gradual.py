@@ -179,12 +179,8 @@ def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeC
     schedule(new, stacks, None, None)  # Raises if an arrangement does not fit these layers.
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
 
-    def at(config: SchemeConfig, layer: int) -> SchemeConfig:
-        return config.for_layer(layer, types.get(layer)) if isinstance(config, LayeredConfig) else config
-
-    return ScheduleConfig(
-        layers=tuple(BlendedConfig(at(old, layer), at(new, layer)) for layer in range(max(types) + 1))
-    )
+    places = [(layer, types.get(layer)) for layer in range(max(types) + 1)]
+    return ScheduleConfig(layers=tuple(BlendedConfig(old.for_layer(*place), new.for_layer(*place)) for place in places))
 
 
 def _with_blends(config: SchemeConfig, changed: Callable[[BlendedConfig], SchemeConfig]) -> SchemeConfig:
