@@ -186,7 +186,11 @@ class Anatomy:
             UnknownNameError: for a part that the model does not have.
         """
         wanted = [self.main] if parts is None else [self.part(name) for name in parts]
-        return [stack.read() for stack in self._stacks if stack.part in wanted]
+        stacks = [stack for stack in self._stacks if stack.part in wanted]
+        for stack in stacks:
+            if not stack.attentions:
+                stack.read()
+        return stacks
 
     @property
     def device(self) -> torch.device:

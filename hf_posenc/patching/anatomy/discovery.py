@@ -111,14 +111,12 @@ class Stack:
     name: str = ""
     attentions: list[AttentionLayer] = field(default_factory=list)
 
-    def read(self) -> Stack:
-        """Reads its attention layers and what its tokens are, once. Returns the stack.
+    def read(self) -> None:
+        """Reads its attention layers and what its tokens are.
 
         Raises:
             UnsupportedError: if its architecture is not supported, or for attention that a scheme would bypass.
         """
-        if self.attentions:
-            return self
         refuse_declared(self.module, self.architecture)
         layers: list[AttentionLayer] = []
         for path, module in self.self_attentions:
@@ -128,7 +126,6 @@ class Stack:
         self.layout  # noqa: B018 - found before a scheme is placed, which hides native mechanisms
         _refuse_two_sequences(self)
         self.attentions = layers
-        return self
 
     @property
     def config(self) -> Any:
@@ -277,6 +274,7 @@ def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int)
         window=stack.kind.window_of(module, config),
         relative=_find_relative(module),
         sparse=bool(architecture.sparse) and architecture.is_sparse(module, config),
+        reads_earlier_keys=bool(getattr(module, "is_kv_shared_layer", False)),
     )
 
 

@@ -78,6 +78,7 @@ class AttentionLayer:
         window: sizes of the windows of patches that it states, `(rows, columns)`.
         relative: its relative mechanism, or `None`.
         sparse: whether it never computes the logits of all pairs of tokens. It is not patched, and takes no scheme.
+        reads_earlier_keys: whether it reads the keys of an earlier layer, already mapped (Gemma 3n and 4).
     """
 
     path: str
@@ -94,11 +95,7 @@ class AttentionLayer:
     window: tuple[int, ...] | None = None
     relative: RelativeMechanism | None = None
     sparse: bool = False
-
-    @property
-    def reads_earlier_keys(self) -> bool:
-        """Whether it reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
-        return bool(getattr(self.module, "is_kv_shared_layer", False))
+    reads_earlier_keys: bool = False
 
 
 @dataclass

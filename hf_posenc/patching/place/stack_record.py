@@ -224,7 +224,7 @@ class StackRecord:
         for module in self.stack.modules():
             forward = forward_on_instance(module) if "forward" in module.__dict__ else None
             if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
-                self.journal.adopt_forward(module, forward)
+                self.journal.place_forward(module, forward.inner, forward)
             for hook in [*module._forward_pre_hooks.values()]:
                 if isinstance(hook, AddToHiddenStates) and module is not self.first_layer and self._is_ours(hook):
                     remove_hook(module, hook)
