@@ -172,9 +172,7 @@ def _is_silenced(stack: Stack) -> bool:
 
 def _nothing_found(stack: Stack) -> bool:
     rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
-    architecture = stack.architecture
-    declared = stack.mechanism or architecture.rotary_method or architecture.native
-    return not (rotates or declared or stack.layout.vector_sites(stack) or stack.layout.biases)
+    return not (rotates or _is_silenced(stack) or stack.architecture.native or stack.layout.vector_sites(stack))
 
 
 def _before_the_last(tokens: int) -> list[int]:

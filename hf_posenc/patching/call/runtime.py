@@ -450,7 +450,7 @@ class StackForward(PlacedForward):
         changed = cache is not None and not matches_keys(cache)
         if features is not None:
             given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
-            given.expected = layout.tokens_of(features)
+            given.expected = 0 if layout.fixed_input is None else layout.fixed_input.tokens(features.shape[-1])
             return given, args, kwargs
         state = ForwardState(
             query_length,

@@ -21,7 +21,7 @@ from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
-from hf_posenc.patching.layouts.grid_native import GridBias, find_biases, native_grid_scheme, window_of
+from hf_posenc.patching.layouts.grid_native import BIAS_TABLE, GridBias, find_biases, native_grid_scheme
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,
     GridTableSite,
@@ -104,7 +104,7 @@ class Grid(Layout):
     @classmethod
     def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
         """Many vision models keep their layers in an encoder that is a `PreTrainedModel`, but receives patches."""
-        return not _takes_pixels(child)
+        return _pixel_argument(child) is None
 
     @classmethod
     def is_causal(cls, attention: nn.Module) -> bool | None:
@@ -113,8 +113,19 @@ class Grid(Layout):
 
     @classmethod
     def window_of(cls, attention: nn.Module, config: Any) -> tuple[int, ...] | None:
-        """Sizes of the windows of patches, `(rows, columns)`."""
-        return window_of(attention, config)
+        """Sizes of the windows of patches that an attention module states, `(rows, columns)`.
+
+        The module of a bias states the sizes of its table. In a model without windows, these are not window sizes.
+        """
+        for module in attention.modules():
+            if hasattr(module, BIAS_TABLE) and not hasattr(config, "window_size"):
+                continue
+            size = getattr(module, "window_size", None)
+            if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+                return (size, size)
+            if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) for one in size):
+                return tuple(size)
+        return None
 
     @classmethod
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -272,7 +283,7 @@ def _reads_pixels(model: Any) -> bool:
         return False  # The text part of a model may inherit the modalities of the whole.
     modalities = model.input_modalities
     stated = {modalities} if isinstance(modalities, str) else set(modalities)
-    return stated <= _PIXELS or _takes_pixels(model)
+    return stated <= _PIXELS or _pixel_argument(model) is not None
 
 
 def _reads_spectrogram(config: Any) -> bool:
@@ -280,13 +291,8 @@ def _reads_spectrogram(config: Any) -> bool:
     return all(hasattr(config, name) for name in ("num_mel_bins", "max_length", "frequency_stride", "time_stride"))
 
 
-def _takes_pixels(model: Any) -> bool:
-    """Whether an argument of the model's forward holds images, videos, or patches and the sizes of their grids."""
-    return _pixel_argument(model) is not None
-
-
 def _pixel_argument(model: Any) -> str | None:
-    """The argument that holds images, videos or patches."""
+    """The argument that holds images, videos, or patches and the sizes of their grids."""
     names = list(forward_parameters(type(model)))
     for name in names:
         if name.startswith("pixel_values"):

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 #: - "rotation": a method of the attention module that rotates one tensor at a time (V-JEPA 2).
 BiasKind = Literal["module", "table", "network", "flag", "rotation"]
 
-_BIAS_TABLE = "relative_position_bias_table"
+BIAS_TABLE = "relative_position_bias_table"
 _ATTRIBUTES: dict[str, BiasKind] = {
-    _BIAS_TABLE: "table",
+    BIAS_TABLE: "table",
     "continuous_position_bias_mlp": "network",
     "use_rel_pos": "flag",
     "use_relative_position_embeddings": "flag",
@@ -86,7 +86,7 @@ class GridBias(NamedModule):
                 return None
             hidden, _, output = layers
             return torch.cat((hidden.weight, hidden.bias.unsqueeze(-1), output.weight.T), dim=1).detach()
-        found = getattr(self.module, _BIAS_TABLE, None)
+        found = getattr(self.module, BIAS_TABLE, None)
         return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
 
     @property
@@ -139,22 +139,6 @@ def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[GridBias]:
             if value is not None and value is not False and not repeats:
                 found.append(GridBias(path, module, name, kind))
     return found
-
-
-def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
-    """Sizes of the windows that an attention module states.
-
-    The module of a bias states the sizes of its table. In a model without windows, these are not window sizes.
-    """
-    for module in attention.modules():
-        if hasattr(module, _BIAS_TABLE) and not hasattr(config, "window_size"):
-            continue
-        size = getattr(module, "window_size", None)
-        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            return (size, size)
-        if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) for one in size):
-            return tuple(size)
-    return None
 
 
 def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None:

@@ -54,6 +54,8 @@ class Layout:
     projection: Any = None
     #: The position tables over a grid.
     tables: Any = ()
+    #: The properties of an encoder that accepts one number of frames only, and computes the table for them.
+    fixed_input: Any = None
     #: Native mechanisms in attention that belong to the kind of tokens.
     biases: Any = ()
 
@@ -98,11 +100,6 @@ class Layout:
         raise NotImplementedError
 
     # Results of discovery.
-
-    @property
-    def computes_tables(self) -> bool:
-        """Whether its tables are computed from a formula, even if they are trainable."""
-        return False
 
     def table(self, stack: Stack) -> Tensor | None:
         """The rows for tokens in its first table, `(rows, hidden)`; `None` without one."""
@@ -158,9 +155,9 @@ class Layout:
     def _table_scheme(self, table: PositionTable) -> SchemeConfig:
         weight, origin = table.weight, table.origin
         # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its
-        # values, unless the architecture computes it and `from_pretrained` made it trainable.
+        # values, unless the architecture computes it and `from_pretrained` made it trainable (Whisper's encoder).
         frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
-        formula = sinusoids_like(weight.detach(), origin) if frozen or self.computes_tables else None
+        formula = sinusoids_like(weight.detach(), origin) if frozen or self.fixed_input is not None else None
         return formula or LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
 
     # Finding out about the tokens of a call.
@@ -172,10 +169,6 @@ class Layout:
     def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
         """The features that replace tokens, if their shape does not show the number of tokens; `None` without any."""
         return None
-
-    def tokens_of(self, features: Tensor) -> int:
-        """The number of tokens that a stack with a fixed input makes of features; 0 if it is unknown."""
-        return 0
 
     # Placing a scheme.
 
@@ -237,16 +230,11 @@ class Text(Layout):
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """A few words."""
         parameters = forward_parameters(type(module))
-        if "input_ids" in parameters:
-            return cls._words(module, length)
-        embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
-        if embedded is None:
-            raise unknown_inputs(module, "does not take token ids")
-        return {embedded: _embeddings(module, length)} | _encoded(module, length)
-
-    @classmethod
-    def _words(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
-        parameters = forward_parameters(type(module))
+        if "input_ids" not in parameters:
+            embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
+            if embedded is None:
+                raise unknown_inputs(module, "does not take token ids")
+            return {embedded: _embeddings(module, length)} | _encoded(module, length)
         tokens = _token_ids(module, length)
         # A multiple-choice model reads `(batch, choices, length)`. It gets a single choice, which is a text.
         known = MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()

@@ -147,11 +147,6 @@ class Series(Layout):
                 given[name] = rule(module, given)
         return given
 
-    @property
-    def computes_tables(self) -> bool:
-        """Whisper's encoder has computed sinusoids, which `from_pretrained` makes trainable."""
-        return self.fixed_input is not None
-
     def table(self, stack: Stack) -> Tensor | None:
         """The first parameter or table."""
         return self.parameters[0].weight if self.parameters else super().table(stack)
@@ -189,10 +184,6 @@ class Series(Layout):
         """The features of sound or of a time series."""
         found = (arguments.get(name) for name in FEATURES)
         return next((value for value in found if isinstance(value, Tensor)), None)
-
-    def tokens_of(self, features: Tensor) -> int:
-        """The number of tokens of an encoder that accepts one number of frames only; 0 for any other."""
-        return 0 if self.fixed_input is None else self.fixed_input.tokens(features.shape[-1])
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture by those of the scheme, which the first module returns."""

@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,8 +62,6 @@ class GenerateCall:
         return bool(getattr(self.arguments.get("generation_config"), "is_assistant", False))
 
 
-#: Raises `UnsupportedError` if the scheme in force does not support a call.
-GenerateCheck = Callable[[GenerateCall], None]
 #: Arguments of `generate`, and options of a generation config, that require a cache.
 _NEEDS_CACHE = (
     "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size",
@@ -120,10 +117,6 @@ def refuse_unnoticed_caches(call: GenerateCall) -> None:
         )
 
 
-#: Checks that run in this order before every call.
-CHECKS: list[GenerateCheck] = [refuse_growing_caches, refuse_unnoticed_caches]
-
-
 class CheckedMethod:
     """Stands in for a method on one model instance. A subclass defines `__call__`, which ends by calling `__wrapped__`.
 
@@ -169,8 +162,8 @@ class CheckedGenerate(CheckedMethod):
         """Runs the checks, then `generate`."""
         if self.in_force:
             call = GenerateCall(self.model, self.encoding, dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
-            for check in CHECKS:
-                check(call)
+            refuse_growing_caches(call)
+            refuse_unnoticed_caches(call)
             tokens = kwargs.get("input_ids")
             # Assisted decoding does not pass on a mask. Without one, transformers treats every generated token that has
             # the padding id as padding, although `position_ids` count it.

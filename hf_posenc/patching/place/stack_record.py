@@ -132,7 +132,7 @@ class StackRecord:
         bare = [
             (path, module)
             for path, module in (*patched, *sites)
-            if not _has_forward(module) and tables.isdisjoint(map(id, module.modules()))
+            if forward_on_instance(module) is None and tables.isdisjoint(map(id, module.modules()))
         ]
         if bare:
             path, module = bare[0]
@@ -449,9 +449,3 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
 def is_attention_site(module: nn.Module) -> bool:
     """Whether a module is a patched attention layer, of this model or of one that shares it."""
     return isinstance(forward_on_instance(module), AttentionSite)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether an instance has another forward than its class, possibly inside accelerate's hook."""
-    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward

@@ -188,14 +188,9 @@ def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
 
 
-def zero_vectors(position_ids: Tensor) -> Tensor:
-    """Replaces the forward of a table: a single column of zeros `(..., 1)`, which broadcasts in the addition."""
-    return torch.zeros(*position_ids.shape, 1, device=position_ids.device)
-
-
-def no_vectors(hidden_states: Tensor) -> Tensor:
-    """Replaces the forward of a module that makes vectors for embeddings: a zero of their dtype."""
-    return hidden_states.new_zeros(())
+def no_vectors(inputs: Tensor) -> Tensor:
+    """Replaces the forward of a module that makes vectors for embeddings or positions: a zero `()` of their dtype."""
+    return inputs.new_zeros(())
 
 
 def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:

@@ -23,7 +23,6 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
     zero_bias_of,
     zero_phases,
     zero_relative_shift,
-    zero_vectors,
 )
 from hf_posenc.patching.anatomy.architectures.example_inputs import (
     patches_in_a_strip,
@@ -420,7 +419,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("canary_decoder",): Architecture(
         mechanism="sinusoidal table",
-        silence=lambda stack, patches: patches.replace(stack.module.pos_emb, "forward", zero_vectors),
+        silence=lambda stack, patches: patches.replace(stack.module.pos_emb, "forward", no_vectors),
         native=no_native(
             "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
             "scheme of this library has that scale.",
