@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import TEXT, find_stacks
-from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.anatomy import TEXT, Stack, find_stacks
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
+from hf_posenc.patching.anatomy.discovery import spans_of
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, run_briefly
-from hf_posenc.patching.anatomy.sites import spans_of
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import at_native_lengths, is_length

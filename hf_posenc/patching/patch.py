@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures import architecture_of
-from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of, resolve_native

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import UnsupportedError, warn_user
-from hf_posenc.patching.anatomy.anatomy import unwrapped
-from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack, unwrapped
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.patch import place_scheme, schedule
 from hf_posenc.patching.place.config_entry import attach_entry, refresh_names

@@ -5,9 +5,10 @@ The parts of a model are text, vision, audio and others, each with its own posit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -16,11 +17,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.patching.anatomy.architectures import architecture_of
-from hf_posenc.patching.anatomy.discovery import Stack, refuse_declared
-from hf_posenc.patching.anatomy.sites import AddedModule
+from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
+from hf_posenc.patching.anatomy.discovery import (
+    CROSS_ATTENTION,
+    WIDTHS,
+    attentions_of,
+    first_int,
+    first_layer,
+    position_tables,
+    read_attentions,
+)
+from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, NamedModule, PositionTable
 from hf_posenc.patching.anatomy.weights import execution_device
-from hf_posenc.patching.forwards import forward_parameters
+from hf_posenc.patching.forwards import forward_parameters, parameters_of
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.layouts.layout import Layout
 
 TEXT = "text"
 CONNECTOR = "connector"
@@ -40,6 +52,163 @@ _ARGUMENTS = {
 }
 #: Keys of sub-configs that do not name a modality.
 _NEUTRAL = frozenset(("encoder", "decoder", "model"))
+
+
+#: The kinds of tokens that a stack may have, which are in `patching/layouts`.
+_KINDS: list[type[Layout]] = []
+
+
+def register_layouts(*kinds: type[Layout]) -> None:
+    """Registers kinds of tokens. The first one that recognises a model is taken."""
+    _KINDS.extend(kinds)
+
+
+def layout_of(module: PreTrainedModel) -> type[Layout]:
+    """The kind of tokens of a stack, or of a part of a model. With `input_ids`, it is a kind that takes tokens."""
+    reads_ids = "input_ids" in forward_parameters(type(module))
+    return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
+
+
+def natural_order(path: str) -> list[tuple[int, Any]]:
+    """A sort key that puts "layers.10" after "layers.9"."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
+
+
+@dataclass(eq=False)
+class Stack:
+    """A `PreTrainedModel`, and the modules that belong to it and to no `PreTrainedModel` inside it.
+
+    Args:
+        path: path below the model; empty for the model itself.
+        module: the `PreTrainedModel`.
+        members: path and module of everything that belongs to it, in the order of definition. A module that is used at
+            several places is listed at each of them.
+        part: the part of the model that it belongs to, such as "text".
+        name: its name among the stacks of the model: "encoder", "decoder", "model" or its path.
+        attentions: its self-attention layers, in order; empty until they are read.
+    """
+
+    path: str
+    module: Any
+    members: list[tuple[str, nn.Module]] = field(default_factory=list)
+    part: str = ""
+    name: str = ""
+    attentions: list[AttentionLayer] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Reads its attention layers and what its tokens are.
+
+        Raises:
+            UnsupportedError: if its architecture is not supported, or for attention that a scheme would bypass.
+        """
+        refuse_declared(self.module, self.architecture)
+        self.attentions = read_attentions(self)
+        self.layout  # noqa: B018 - found before a scheme is placed, which hides native mechanisms
+
+    @property
+    def config(self) -> Any:
+        """The stack's own config."""
+        return self.module.config
+
+    @cached_property
+    def kind(self) -> type[Layout]:
+        """The kind of its tokens."""
+        return layout_of(self.module)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The declaration of its architecture."""
+        return architecture_of(self.module.config)
+
+    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
+        """The members that `wanted` accepts, in the order in which layers are counted."""
+        if self.kind.in_definition_order:
+            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
+        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
+        return sorted(chosen, key=lambda item: natural_order(item[0]))
+
+    def in_definition_order(self) -> list[tuple[str, nn.Module]]:
+        """The stack itself, then its members, each module once."""
+        first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
+        for path, module in self.members:
+            first.setdefault(id(module), (path, module))
+        return list(first.values())
+
+    @cached_property
+    def computing_attention(self) -> list[tuple[str, nn.Module, str | None]]:
+        """Path and module of everything that computes attention, and why it is left alone; `None` if it is patched."""
+        return attentions_of(self)
+
+    @cached_property
+    def self_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every self-attention layer that a scheme acts in."""
+        return [(path, module) for path, module, reason in self.computing_attention if reason is None]
+
+    @cached_property
+    def cross_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every cross-attention layer."""
+        return [(path, module) for path, module, reason in self.computing_attention if reason == CROSS_ATTENTION]
+
+    @cached_property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Path of everything that computes attention and is left alone, with the reason."""
+        return [(path, reason) for path, _, reason in self.computing_attention if reason is not None]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What its tokens are."""
+        return self.kind.find(self)
+
+    @cached_property
+    def tables(self) -> list[PositionTable]:
+        """The modules that are tables with a row for each position. Tables over a grid are those of the layout."""
+        return [] if self.kind.has_axes else position_tables(self)
+
+    @cached_property
+    def rotaries(self) -> list[NamedModule]:
+        """Its rotary modules."""
+        tables = {id(table.module) for table in self.tables}
+        found = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
+        return [NamedModule(*each) for each in found if "position_ids" in parameters_of(type(each[1]).forward)]
+
+    @cached_property
+    def first_layer(self) -> nn.Module | None:
+        """The module whose input is the embedded sequence; `None` if layers are not in a list."""
+        return first_layer(self.module, self.self_attentions[0][0], self.layout.projection)
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that the first layer receives."""
+        table, projection = self.layout.table(self), self.layout.projection
+        shown = None if projection is None else int(projection.out_channels)
+        return (shown or first_int(self.config, WIDTHS)) if table is None else table.shape[1]
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether its attention is causal."""
+        return all(attention.causal for attention in self.attentions)
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether some of its attention never computes the logits of all pairs of tokens."""
+        return any(attention.sparse for attention in self.attentions)
+
+    @cached_property
+    def mechanism(self) -> str | None:
+        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
+        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
+        return self.architecture.mechanism or next((found.description for found in relative), None)
+
+    def layers(self) -> list[int]:
+        """Indices of the layers that hold attention."""
+        return sorted({attention.layer for attention in self.attentions})
+
+
+def refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None:
+    """Refuses a model, or a stack, whose architecture is declared as unsupported."""
+    refusal = architecture.refusal(model.config)
+    if refusal:
+        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
 
 
 def name_parts(model: PreTrainedModel, stacks: Sequence[Stack]) -> None:

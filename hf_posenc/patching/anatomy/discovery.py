@@ -1,4 +1,6 @@
-"""Finds the modules in which a stack uses positions, by their structure instead of by model name."""
+"""Reads the layers of a stack and its tables, by their structure instead of by model name, and what a scheme is built
+for in each layer.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +9,35 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
-from hf_posenc.patching.anatomy.sites import (
-    AttentionLayer,
-    NamedModule,
-    PositionTable,
-    RelativeMechanism,
-    layout_of,
-    table_weight,
+from hf_posenc.patching.anatomy.architectures import Architecture
+from hf_posenc.patching.anatomy.rotary_functions import (
+    first_angles,
+    has_inverse_frequencies,
+    has_layer_types,
+    inverse_frequencies_of,
+    pairing,
 )
+from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable, RelativeMechanism, table_weight
 from hf_posenc.patching.forwards import (
     INTERFACE,
     is_of_transformers,
     names_used,
-    parameters_of,
     rotary_names,
     unknown_seam,
 )
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.layouts.layout import Layout
+    from hf_posenc.patching.anatomy.anatomy import Stack
 
 #: The config attribute with the number of tokens in the position table of an encoder that reads features.
 SOURCE_LENGTH = "max_source_positions"
@@ -54,7 +54,7 @@ def inner_part(module: nn.Module, config: Any) -> str | None:
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
 
 
-def _position_tables(stack: Stack) -> list[PositionTable]:
+def position_tables(stack: Stack) -> list[PositionTable]:
     """The modules of a stack that are tables with a row for each position."""
     architecture = stack.architecture
     named = stack.select(
@@ -90,160 +90,17 @@ _ROTATES_INPUT = "_apply_rotary_embedding"
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
 
-@dataclass(eq=False)
-class Stack:
-    """A `PreTrainedModel`, and the modules that belong to it and to no `PreTrainedModel` inside it.
-
-    Args:
-        path: path below the model; empty for the model itself.
-        module: the `PreTrainedModel`.
-        members: path and module of everything that belongs to it, in the order of definition. A module that is used at
-            several places is listed at each of them.
-        part: the part of the model that it belongs to, such as "text".
-        name: its name among the stacks of the model: "encoder", "decoder", "model" or its path.
-        attentions: its self-attention layers, in order; empty until they are read.
-    """
-
-    path: str
-    module: Any
-    members: list[tuple[str, nn.Module]] = field(default_factory=list)
-    part: str = ""
-    name: str = ""
-    attentions: list[AttentionLayer] = field(default_factory=list)
-
-    def read(self) -> None:
-        """Reads its attention layers and what its tokens are.
-
-        Raises:
-            UnsupportedError: if its architecture is not supported, or for attention that a scheme would bypass.
-        """
-        refuse_declared(self.module, self.architecture)
-        layers: list[AttentionLayer] = []
-        for path, module in self.self_attentions:
-            _refuse_indexer(path, module)
-            layers.append(_read_self_attention(path, module, self, len(layers)))
-        _refuse_other_attention(self)
-        self.layout  # noqa: B018 - found before a scheme is placed, which hides native mechanisms
-        _refuse_two_sequences(self)
-        self.attentions = layers
-
-    @property
-    def config(self) -> Any:
-        """The stack's own config."""
-        return self.module.config
-
-    @cached_property
-    def kind(self) -> type[Layout]:
-        """The kind of its tokens."""
-        return layout_of(self.module)
-
-    @cached_property
-    def architecture(self) -> Architecture:
-        """The declaration of its architecture."""
-        return architecture_of(self.module.config)
-
-    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
-        """The members that `wanted` accepts, in the order in which layers are counted."""
-        if self.kind.in_definition_order:
-            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
-        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
-        return sorted(chosen, key=lambda item: natural_order(item[0]))
-
-    def in_definition_order(self) -> list[tuple[str, nn.Module]]:
-        """The stack itself, then its members, each module once."""
-        first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
-        for path, module in self.members:
-            first.setdefault(id(module), (path, module))
-        return list(first.values())
-
-    @cached_property
-    def computing_attention(self) -> list[tuple[str, nn.Module, str | None]]:
-        """Path and module of everything that computes attention, and why it is left alone; `None` if it is patched."""
-        declared = self.architecture.attention_classes
-        if declared:
-            found = self.select(lambda path, module: type(module).__name__ in declared)
-        else:
-            forwards = {type(module).forward for _, module in self.members}
-            through_interface = {forward for forward in forwards if _uses_interface(forward)}
-            found = self.select(lambda path, module: type(module).forward in through_interface)
-            found = found or self.select(lambda path, module: _computes_scores(module))
-        return [(path, module, _reason_to_skip(path, module, self)) for path, module in found]
-
-    @cached_property
-    def self_attentions(self) -> list[tuple[str, nn.Module]]:
-        """Path and module of every self-attention layer that a scheme acts in."""
-        return [(path, module) for path, module, reason in self.computing_attention if reason is None]
-
-    @cached_property
-    def cross_attentions(self) -> list[tuple[str, nn.Module]]:
-        """Path and module of every cross-attention layer."""
-        return [(path, module) for path, module, reason in self.computing_attention if reason == CROSS_ATTENTION]
-
-    @cached_property
-    def skipped(self) -> list[tuple[str, str]]:
-        """Path of everything that computes attention and is left alone, with the reason."""
-        return [(path, reason) for path, _, reason in self.computing_attention if reason is not None]
-
-    @cached_property
-    def layout(self) -> Layout:
-        """What its tokens are."""
-        return self.kind.find(self)
-
-    @cached_property
-    def tables(self) -> list[PositionTable]:
-        """The modules that are tables with a row for each position. Tables over a grid are those of the layout."""
-        return [] if self.kind.has_axes else _position_tables(self)
-
-    @cached_property
-    def rotaries(self) -> list[NamedModule]:
-        """Its rotary modules."""
-        tables = {id(table.module) for table in self.tables}
-        found = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
-        return [NamedModule(*each) for each in found if "position_ids" in parameters_of(type(each[1]).forward)]
-
-    @cached_property
-    def first_layer(self) -> nn.Module | None:
-        """The module whose input is the embedded sequence; `None` if layers are not in a list."""
-        return _first_layer(self.module, self.self_attentions[0][0], self.layout.projection)
-
-    @cached_property
-    def hidden_size(self) -> int:
-        """Width of the hidden states that the first layer receives."""
-        table, projection = self.layout.table(self), self.layout.projection
-        shown = None if projection is None else int(projection.out_channels)
-        return (shown or first_int(self.config, WIDTHS)) if table is None else table.shape[1]
-
-    @cached_property
-    def causal(self) -> bool:
-        """Whether its attention is causal."""
-        return all(attention.causal for attention in self.attentions)
-
-    @cached_property
-    def sparse(self) -> bool:
-        """Whether some of its attention never computes the logits of all pairs of tokens."""
-        return any(attention.sparse for attention in self.attentions)
-
-    @cached_property
-    def mechanism(self) -> str | None:
-        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
-        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
-        return self.architecture.mechanism or next((found.description for found in relative), None)
-
-    def layers(self) -> list[int]:
-        """Indices of the layers that hold attention."""
-        return sorted({attention.layer for attention in self.attentions})
-
-
-def refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None:
-    """Refuses a model, or a stack, whose architecture is declared as unsupported."""
-    refusal = architecture.refusal(model.config)
-    if refusal:
-        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
-
-
-def natural_order(path: str) -> list[tuple[int, Any]]:
-    """A sort key that puts "layers.10" after "layers.9"."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
+def attentions_of(stack: Stack) -> list[tuple[str, nn.Module, str | None]]:
+    """Path and module of everything in a stack that computes attention, and why it is left alone, or `None`."""
+    declared = stack.architecture.attention_classes
+    if declared:
+        found = stack.select(lambda path, module: type(module).__name__ in declared)
+    else:
+        forwards = {type(module).forward for _, module in stack.members}
+        through_interface = {forward for forward in forwards if _uses_interface(forward)}
+        found = stack.select(lambda path, module: type(module).forward in through_interface)
+        found = found or stack.select(lambda path, module: _computes_scores(module))
+    return [(path, module, _reason_to_skip(path, module, stack)) for path, module in found]
 
 
 def _reason_to_skip(path: str, attention: nn.Module, stack: Stack) -> str | None:
@@ -256,6 +113,21 @@ def _reason_to_skip(path: str, attention: nn.Module, stack: Stack) -> str | None
             return left_alone[1]
     part = inner_part(attention, stack.module.config)
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
+
+
+def read_attentions(stack: Stack) -> list[AttentionLayer]:
+    """The self-attention layers of a stack, in order.
+
+    Raises:
+        UnsupportedError: for attention that a scheme would bypass.
+    """
+    layers: list[AttentionLayer] = []
+    for path, module in stack.self_attentions:
+        _refuse_indexer(path, module)
+        layers.append(_read_self_attention(path, module, stack, len(layers)))
+    _refuse_other_attention(stack)
+    _refuse_two_sequences(stack)
+    return layers
 
 
 def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
@@ -460,7 +332,7 @@ def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Te
     return torch.cat([column.detach() for column in columns], dim=1)
 
 
-def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
+def first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
     """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
 
     A stage that projects pixels to patches, or is a list itself, contains layers and is not a layer.
@@ -475,3 +347,94 @@ def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | 
             if first is None or projection is None or all(module is not projection for module in first.modules()):
                 return first
     return None
+
+
+def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
+    """The `BuildContext` of one attention layer."""
+    config = stack.module.config
+    max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    table = stack.layout.table(stack)
+    max_positions = max_positions if table is None else table.shape[0]
+    logit_terms = stack.architecture.logit_terms
+    deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
+    return BuildContext(
+        hidden_size=stack.hidden_size,
+        num_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        rotary_dim=native_rotary_dim(stack, attention),
+        causal=attention.causal,
+        max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
+        num_key_value_heads=attention.num_key_value_heads,
+        # Zamba's shared layers read the embeddings in addition to the hidden states.
+        layer_input_size=getattr(attention.module, "attention_hidden_size", None),
+        initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
+        logit_terms=1 if logit_terms is None else logit_terms(attention.module),
+    )
+
+
+def spans_of(stacks: list[Stack]) -> list[str | None]:
+    """The type of every layer, up to the last one with attention; `None` where no window is known.
+
+    Models such as Mistral have one window for all layers. It limits distances if it is no longer than the trained
+    length, so the config must have its native lengths.
+    """
+    types: dict[int, str | None] = {}
+    for stack in stacks:
+        config = stack.config
+        # A config that differs between layers refuses to read an attribute of all.
+        window = None if getattr(config, "is_heterogeneous", False) else getattr(config, "sliding_window", None)
+        longest = getattr(config, "max_position_embeddings", None) or 0
+        windowed = isinstance(window, int) and 0 < window <= longest and getattr(config, "use_sliding_window", True)
+        for attention in stack.attentions:
+            types[attention.layer] = attention.layer_type or ("sliding_attention" if windowed else None)
+    return [types.get(layer) for layer in range(max(types) + 1)]
+
+
+def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
+    """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
+    if not attention.rotary_functions:
+        return None
+    if stack.layout.has_axes:
+        return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
+    own = getattr(attention.module, "rotary_dim", None)
+    own = own if isinstance(own, int) and own > 0 else None
+    if not stack.rotaries:
+        return own
+    rotary = stack.rotaries[0].module
+    if has_inverse_frequencies(rotary, attention.layer_type):
+        return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
+    # Some architectures do not rotate in layers of one type.
+    return None if has_layer_types(rotary) else own or 2 * first_angles(rotary, 2).shape[-1]
+
+
+def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:
+    """The config with every unset layout replaced by the pairing that the architecture was trained with."""
+    children = config.children().items()
+    config = config.with_children({place: with_layout(child, stack, attention) for place, child in children})
+    if not config.leaves_layout_open:
+        return config
+    rotary: Any = config
+    return dataclasses.replace(rotary, layout=stack.architecture.pairing or native_pairing(stack, attention) or "half")
+
+
+def native_pairing(stack: Stack, attention: AttentionLayer) -> str | None:
+    """The pairing of the layer's native rotary function, or `None` if it has none."""
+    if not attention.rotary_functions:
+        return None
+    forward = inspect.unwrap(type(attention.module).forward)
+    return pairing(forward.__globals__[native_rotary_function(attention)])
+
+
+def native_rotary_function(attention: AttentionLayer) -> str:
+    """The name of the rotary function that a layer uses; if its code has two, the one its config selects."""
+    names = attention.rotary_functions
+    if len(names) == 1:
+        return names[0]
+    interleave = getattr(attention.module.config, "rope_interleave", None)
+    matching = [name for name in names if ("interleave" in name) == bool(interleave)]
+    if interleave is None or len(matching) != 1:
+        raise UnsupportedError(
+            f"{attention.path} has several rotary functions ({', '.join(names)}), and its config does not show which "
+            "one is used."
+        )
+    return matching[0]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
-from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.discovery import build_context
 from hf_posenc.patching.anatomy.formulas import (
     check_fixed_tables,
     describes,
@@ -28,7 +29,7 @@ from hf_posenc.patching.anatomy.formulas import (
 )
 from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, build_context
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.patching.forwards import rebind
 from hf_posenc.schemes import (

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack, layout_of
 from hf_posenc.patching.anatomy.architectures import architecture_of
-from hf_posenc.patching.anatomy.discovery import Stack
-from hf_posenc.patching.anatomy.sites import AttentionLayer, layout_of
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.preserve import without_trace
 

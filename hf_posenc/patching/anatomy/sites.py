@@ -1,33 +1,17 @@
-"""The modules of a stack that use positions, as found by discovery, and what the parts of a scheme are built from.
-
-The kinds of tokens that a stack may have are in `patching/layouts`.
-"""
+"""The modules in which positions act, as discovery finds them: attention layers and tables."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.rotary_functions import (
-    first_angles,
-    has_inverse_frequencies,
-    has_layer_types,
-    inverse_frequencies_of,
-    pairing,
-)
-from hf_posenc.patching.forwards import forward_parameters
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.discovery import Stack
-    from hf_posenc.patching.layouts.layout import Layout
+    pass
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
 FixedTable = tuple[nn.Module, str]
@@ -198,108 +182,3 @@ class OwnedTable(NamedModule):
         if behind <= 0:
             return weight
         return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
-
-
-_KINDS: list[type[Layout]] = []
-
-
-def register_layouts(*kinds: type[Layout]) -> None:
-    """Registers kinds of tokens. The first one that recognises a model is taken."""
-    _KINDS.extend(kinds)
-
-
-def layout_of(module: PreTrainedModel) -> type[Layout]:
-    """The kind of tokens of a stack, or of a part of a model. With `input_ids`, it is a kind that takes tokens."""
-    reads_ids = "input_ids" in forward_parameters(type(module))
-    return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
-
-
-def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
-    """The `BuildContext` of one attention layer."""
-    config = stack.module.config
-    max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    table = stack.layout.table(stack)
-    max_positions = max_positions if table is None else table.shape[0]
-    logit_terms = stack.architecture.logit_terms
-    deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
-    return BuildContext(
-        hidden_size=stack.hidden_size,
-        num_heads=attention.num_heads,
-        head_dim=attention.head_dim,
-        rotary_dim=native_rotary_dim(stack, attention),
-        causal=attention.causal,
-        max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
-        num_key_value_heads=attention.num_key_value_heads,
-        # Zamba's shared layers read the embeddings in addition to the hidden states.
-        layer_input_size=getattr(attention.module, "attention_hidden_size", None),
-        initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
-        logit_terms=1 if logit_terms is None else logit_terms(attention.module),
-    )
-
-
-def spans_of(stacks: list[Stack]) -> list[str | None]:
-    """The type of every layer, up to the last one with attention; `None` where no window is known.
-
-    Models such as Mistral have one window for all layers. It limits distances if it is no longer than the trained
-    length, so the config must have its native lengths.
-    """
-    types: dict[int, str | None] = {}
-    for stack in stacks:
-        config = stack.config
-        # A config that differs between layers refuses to read an attribute of all.
-        window = None if getattr(config, "is_heterogeneous", False) else getattr(config, "sliding_window", None)
-        longest = getattr(config, "max_position_embeddings", None) or 0
-        windowed = isinstance(window, int) and 0 < window <= longest and getattr(config, "use_sliding_window", True)
-        for attention in stack.attentions:
-            types[attention.layer] = attention.layer_type or ("sliding_attention" if windowed else None)
-    return [types.get(layer) for layer in range(max(types) + 1)]
-
-
-def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
-    """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
-    if not attention.rotary_functions:
-        return None
-    if stack.layout.has_axes:
-        return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
-    own = getattr(attention.module, "rotary_dim", None)
-    own = own if isinstance(own, int) and own > 0 else None
-    if not stack.rotaries:
-        return own
-    rotary = stack.rotaries[0].module
-    if has_inverse_frequencies(rotary, attention.layer_type):
-        return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
-    # Some architectures do not rotate in layers of one type.
-    return None if has_layer_types(rotary) else own or 2 * first_angles(rotary, 2).shape[-1]
-
-
-def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:
-    """The config with every unset layout replaced by the pairing that the architecture was trained with."""
-    children = config.children().items()
-    config = config.with_children({place: with_layout(child, stack, attention) for place, child in children})
-    if not config.leaves_layout_open:
-        return config
-    rotary: Any = config
-    return dataclasses.replace(rotary, layout=stack.architecture.pairing or native_pairing(stack, attention) or "half")
-
-
-def native_pairing(stack: Stack, attention: AttentionLayer) -> str | None:
-    """The pairing of the layer's native rotary function, or `None` if it has none."""
-    if not attention.rotary_functions:
-        return None
-    forward = inspect.unwrap(type(attention.module).forward)
-    return pairing(forward.__globals__[native_rotary_function(attention)])
-
-
-def native_rotary_function(attention: AttentionLayer) -> str:
-    """The name of the rotary function that a layer uses; if its code has two, the one its config selects."""
-    names = attention.rotary_functions
-    if len(names) == 1:
-        return names[0]
-    interleave = getattr(attention.module.config, "rope_interleave", None)
-    matching = [name for name in names if ("interleave" in name) == bool(interleave)]
-    if interleave is None or len(matching) != 1:
-        raise UnsupportedError(
-            f"{attention.path} has several rotary functions ({', '.join(names)}), and its config does not show which "
-            "one is used."
-        )
-    return matching[0]

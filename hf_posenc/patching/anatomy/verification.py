@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
-from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.short_runs import (
     EMBEDDED,
     ORDER,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.call.cache import (
     GENERATION,

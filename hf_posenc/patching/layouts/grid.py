@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
-from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed, zero_bias_of
 from hf_posenc.patching.anatomy.architectures.example_inputs import sides
-from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.discovery import build_context, native_pairing
 from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable, build_context, native_pairing
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated

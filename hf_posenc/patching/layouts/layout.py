@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
-from hf_posenc.patching.anatomy.discovery import WIDTHS, Stack, first_int
+from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
-from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, Stack, first_int
+from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.sites import NamedModule, OwnedTable, table_origin
 from hf_posenc.patching.call.cache_checks import vectors

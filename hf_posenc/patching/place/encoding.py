@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.discovery import Stack
-from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, build_context, with_layout
+from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.discovery import build_context, with_layout
+from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer
 from hf_posenc.patching.anatomy.weights import computed_buffers, execution_device
 from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.call.runtime import StackRuntime

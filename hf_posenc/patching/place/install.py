@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures import Architecture
-from hf_posenc.patching.anatomy.discovery import Stack
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention

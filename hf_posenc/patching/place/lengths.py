@@ -13,9 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
-from hf_posenc.patching.anatomy.discovery import Stack
-from hf_posenc.patching.anatomy.sites import build_context
+from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, Stack, find_stacks, unwrapped
+from hf_posenc.patching.anatomy.discovery import build_context
 from hf_posenc.patching.place.config_entry import (
     NAMES,
     NATIVE_LENGTHS,

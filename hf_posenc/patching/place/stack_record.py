@@ -19,8 +19,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import modules_by_stack
-from hf_posenc.patching.anatomy.discovery import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack, modules_by_stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite

@@ -18,7 +18,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import Environment
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.discovery import Stack
+    from hf_posenc.patching.anatomy.anatomy import Stack
     from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable
     from hf_posenc.patching.place.record import Journal
 

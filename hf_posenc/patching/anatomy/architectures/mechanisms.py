@@ -44,7 +44,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.refusals import CACHE_OF_OTHERS, POOLED_PATCHES
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.discovery import Stack
+    from hf_posenc.patching.anatomy.anatomy import Stack
     from hf_posenc.patching.place.record import Journal
 
 
