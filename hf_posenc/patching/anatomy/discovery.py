@@ -185,7 +185,9 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
     own = getattr(module, "is_causal", None)
     kind = type(stack.module).__name__
     encodes = "Encoder" in kind
-    is_decoder = "Decoder" in kind or any(getattr(one, "is_decoder", False) for one in (stack.config, stack.module))
+    is_decoder = "Decoder" in kind or any(
+        getattr(one, "is_decoder", False) for one in (stack.module.config, stack.module)
+    )
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
     decodes = is_decoder and not (encodes and own is False)
     if own is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
