@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from docs.study.kept_models import write_measurement
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy, TEXT
+from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes.initialization.logits import layers_of, recorded_heads
 from hf_posenc.schemes.rotary.rope import RotaryMap

@@ -140,14 +140,14 @@ def declared_scheme(stack: Stack) -> SchemeConfig | None:
         UnsupportedError: if no scheme describes a declared mechanism.
     """
     architecture = stack.architecture
-    if not architecture.mechanism and not architecture.rotary_method:
-        return None
-    if architecture.native is None:
+    if architecture.native is not None:
+        return architecture.native(stack)
+    if architecture.mechanism or architecture.rotary_method:
         raise undescribed(
             f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'undeclared'}) is not "
             "among the schemes of this library."
         )
-    return architecture.native(stack)
+    return None
 
 
 def layer_schemes(stack: Stack, vectors: list[SchemeConfig], rotations: Mapping[str, Rotation]) -> SchemeConfig:
@@ -190,9 +190,6 @@ def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()
-    declared = None if stack.architecture.native is None else stack.architecture.native(stack)
-    if declared is not None:
-        return declared
     rotary, layer_type = _source(stack, rotation, attention.layer_type)
     return _rotary_config(stack, attention, rotary, layer_type, rotation)
 
