@@ -40,13 +40,6 @@ from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 from hf_posenc.version import REPOSITORY
 
-#: (trained length, new length) -> the scheme.
-Method = Callable[[int, int], SchemeConfig]
-
-
-def _scaled(scaling: RopeScaling) -> SchemeConfig:
-    return NativeConfig(scaling=scaling)
-
 
 def _self_extend(trained: int, length: int) -> SchemeConfig:
     window = max(1, trained // 8)
@@ -55,17 +48,17 @@ def _self_extend(trained: int, length: int) -> SchemeConfig:
     return SelfExtendConfig(NativeConfig(), group=max(2, group), window=window)
 
 
-#: Their lengths are those of the rotation without any scaling, which they replace.
-_SCALINGS: dict[str, Method] = {
-    "linear": lambda trained, length: _scaled(LinearScaling(length / trained)),
-    "ntk": lambda trained, length: _scaled(NtkScaling(length / trained)),
-    "yarn": lambda trained, length: _scaled(YarnScaling(length / trained, trained)),
-    "dynamic_ntk": lambda trained, _: _scaled(DynamicScaling(1.0, trained)),
-    "dynamic_yarn": lambda trained, _: _scaled(DynamicYarnScaling(trained)),
-    "clipped": lambda trained, _: _scaled(ClippedScaling(original_max_positions=trained)),
+#: From the trained length and the new one. Lengths are those of the rotation without any scaling, which they replace.
+_SCALINGS: dict[str, Callable[[int, int], RopeScaling]] = {
+    "linear": lambda trained, length: LinearScaling(length / trained),
+    "ntk": lambda trained, length: NtkScaling(length / trained),
+    "yarn": lambda trained, length: YarnScaling(length / trained, trained),
+    "dynamic_ntk": lambda trained, _: DynamicScaling(1.0, trained),
+    "dynamic_yarn": lambda trained, _: DynamicYarnScaling(trained),
+    "clipped": lambda trained, _: ClippedScaling(original_max_positions=trained),
 }
-#: They keep the rotation, with its scaling if it has one.
-_FAR_PAIRS: dict[str, Method] = {
+#: From the same lengths. They keep the rotation, with its scaling if it has one.
+_FAR_PAIRS: dict[str, Callable[[int, int], SchemeConfig]] = {
     "rerope": lambda trained, _: ReRopeConfig(NativeConfig(), window=max(1, trained // 2)),
     "self_extend": _self_extend,
     # Three quarters and an eighth of the trained length, as in the authors' code.
@@ -229,7 +222,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             if name in _FAR_PAIRS:
                 patch_model(model, _FAR_PAIRS[name](trained, length), part=part, layers=None if far == layers else far)
             elif unscaled is not None:
-                patch_model(model, _SCALINGS[name](unscaled, length), part=part)
+                patch_model(model, NativeConfig(scaling=_SCALINGS[name](unscaled, length)), part=part)
             else:
                 raise UnsupportedError(
                     f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not say how long "

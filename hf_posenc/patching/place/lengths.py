@@ -27,7 +27,6 @@ from hf_posenc.patching.place.config_entry import (
     write_lengths,
 )
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
-from hf_posenc.patching.place.record import is_set
 from hf_posenc.schemes import from_rope_parameters, refusals
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.parts import Reach
@@ -250,18 +249,14 @@ def _write_attributes(
     encoding: PositionEncoding, model: PreTrainedModel, native: Mapping[str, int], stated: Mapping[str, int]
 ) -> None:
     """Writes a length to modules that keep a copy of it. Whisper refuses longer labels by its own copy."""
+    journal = encoding.record.journal
     for path, length in stated.items():
         name = path.rpartition(".")[-1]
-        if name not in _COPIED:
-            continue
-        for module in model.modules():
+        written = {id(change.target) for change in journal.changes if change.attribute == name}
+        for module in model.modules() if name in _COPIED else ():
             own = module.__dict__.get(name)
-            if (
-                type(own) is int
-                and own != length
-                and (own == native[path] or is_set(encoding.record.journal, module, name))
-            ):
-                encoding.record.journal.set(module, name, length)
+            if type(own) is int and own != length and (own == native[path] or id(module) in written):
+                journal.set(module, name, length)
 
 
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:

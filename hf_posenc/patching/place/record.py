@@ -172,11 +172,6 @@ class Journal:
             self.changes.pop()
 
 
-def is_set(journal: Journal, target: Any, attribute: str) -> bool:
-    """Whether an attribute has a value that the journal recorded."""
-    return any(change.target is target and change.attribute == attribute for change in journal.changes)
-
-
 def _restore(change: _Change) -> None:
     if change.kind == "forward":
         _restore_forward(change)
