@@ -151,8 +151,14 @@ def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
     return found, tokens.transpose(0, 1) if stack.architecture.time_major else tokens
 
 
-def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments with one tensor replaced by another one."""
+def with_tokens(stack: Stack, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Any:
+    """Returns the arguments of a call with other vectors of tokens, `(batch, length, hidden)`."""
+    found = tokens_of(stack, (*args, *kwargs.values()))[0]
+    assert found is not None
+    other = found.clone(memory_format=torch.contiguous_format)
+    view = tokens_of(stack, other)[1]
+    assert view is not None
+    view.copy_(tokens)
     return (
         tuple(other if value is found else value for value in args),
         {name: other if value is found else value for name, value in kwargs.items()},
@@ -202,14 +208,10 @@ def attended_twice(stack: Stack, chosen: Callable[[int], list[int]]) -> Iterator
 
     def run_again(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         before.clear()
-        found, tokens = tokens_of(stack, (*args, *kwargs.values()))
-        if found is None or tokens is None:
+        tokens = tokens_of(stack, (*args, *kwargs.values()))[1]
+        if tokens is None:
             return
-        other = found.clone(memory_format=torch.contiguous_format)
-        changed = tokens_of(stack, other)[1]
-        assert changed is not None
-        changed.copy_(tokens[:, chosen(tokens.shape[1])])
-        args, kwargs = exchanged(found, other, args, kwargs)
+        args, kwargs = with_tokens(stack, args, kwargs, tokens[:, chosen(tokens.shape[1])])
         result = tokens_of(stack, module.forward(*args, **kwargs))[1]
         before.extend(() if result is None else (result,))
 
@@ -300,14 +302,14 @@ class TokenOrder:
             raise _SeenError
         self._embedded = True
         self._in_order = rows is not None
-        return self._reordered(args, kwargs)
+        return self._reordered(rows, args, kwargs)
 
     def _reorder_attention(self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
         rows = self._rows((*args, *kwargs.values()))
         if self._in_order and rows is not None and self._is_positional(rows, strict=False):
             self._note(f"the input of {attention.path} depends on the position of tokens")
         self._in_order = False  # Another attention of the same layer gets what this one has seen.
-        return self._reordered(args, kwargs, _AMPLIFICATION)
+        return self._reordered(rows, args, kwargs, _AMPLIFICATION)
 
     def _check_output(
         self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
@@ -342,18 +344,14 @@ class TokenOrder:
         known = rows is not None and rows.is_floating_point() and rows.shape[0] == 2 and rows.shape[1] >= _LENGTH
         return rows if known else None
 
-    def _reordered(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 1.0) -> Any:
+    def _reordered(self, rows: Tensor | None, args: Any, kwargs: dict[str, Any], factor: float = 1.0) -> Any:
         """The arguments, in which the second row of the hidden states is the first in the other order."""
-        found, rows = tokens_of(self.stack, (*args, *kwargs.values()))
-        if found is None or rows is None or self._rows(found) is None:
+        if rows is None:
             return None
         before = rows.shape[1] - _LENGTH
         row = rows[0] * factor if torch.finfo(rows.dtype).bits < 32 else rows[0]
-        changed = found.clone(memory_format=torch.contiguous_format)
-        view = tokens_of(self.stack, changed)[1]
-        assert view is not None
-        view.copy_(torch.stack([row, row[[*range(before), *(before + place for place in ORDER)]]]))
-        return exchanged(found, changed, args, kwargs)
+        other = row[[*range(before), *(before + place for place in ORDER)]]
+        return with_tokens(self.stack, args, kwargs, torch.stack([row, other]))
 
 
 def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
