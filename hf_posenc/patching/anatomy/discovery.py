@@ -132,7 +132,7 @@ def read_attentions(stack: Stack) -> list[AttentionLayer]:
 
 def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
     config, architecture = stack.module.config, stack.architecture
-    found = _read_attention(path, module, config, architecture, order)
+    found = _read_attention(path, module, stack, order)
     layer_types = getattr(config, "layer_types", None)
     layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
     if layer_type is None and layer_types and found.layer < len(layer_types):
@@ -152,22 +152,17 @@ def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int)
 
 def cross_attentions(stack: Stack) -> list[AttentionLayer]:
     """The cross-attention layers of a stack, in order."""
-    return [
-        _read_attention(path, module, stack.config, stack.architecture, order)
-        for order, (path, module) in enumerate(stack.cross_attentions)
-    ]
+    return [_read_attention(path, module, stack, order) for order, (path, module) in enumerate(stack.cross_attentions)]
 
 
-def _read_attention(
-    path: str, module: nn.Module, config: Any, architecture: Architecture, order: int
-) -> AttentionLayer:
+def _read_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
     """What is known of any attention layer, which is the `order`-th of its stack."""
+    architecture = stack.architecture
     layer = next((int(part) for part in path.split(".") if part.isdigit()), order)
-    num_heads, head_dim = _head_shape(module, config, architecture)
+    num_heads, head_dim = _head_shape(module, stack.module.config, architecture)
     key_heads = _key_value_heads(module, num_heads, architecture)
-    uses = _uses_interface(type(module).forward)
-    shape = (num_heads, key_heads, key_heads, head_dim)
-    return AttentionLayer(path, module, layer, uses, [], *shape, layer_type=None, causal=False)
+    uses_interface = _uses_interface(type(module).forward)
+    return AttentionLayer(path, module, layer, uses_interface, num_heads, key_heads, key_heads, head_dim)
 
 
 def _is_causal(module: nn.Module, stack: Stack) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,11 +52,11 @@ class AttentionLayer:
         module: the attention module.
         layer: index of the decoder or encoder layer it belongs to.
         uses_interface: whether it goes through transformers' attention interface.
-        rotary_functions: names of the rotary functions its forward calls.
         num_heads: number of query heads.
         num_key_value_heads: number of key heads.
         num_cached_heads: number of key heads that it caches: fewer, if it repeats them after the cache (JetMoe).
         head_dim: width of a head.
+        rotary_functions: names of the rotary functions its forward calls.
         layer_type: the layer's entry in `config.layer_types`, if there is one.
         causal: whether queries see only keys at or before them.
         window: sizes of the windows of patches that it states, `(rows, columns)`.
@@ -69,13 +69,13 @@ class AttentionLayer:
     module: Any
     layer: int
     uses_interface: bool
-    rotary_functions: list[str]
     num_heads: int
     num_key_value_heads: int
     num_cached_heads: int
     head_dim: int
-    layer_type: str | None
-    causal: bool
+    rotary_functions: list[str] = field(default_factory=list)
+    layer_type: str | None = None
+    causal: bool = False
     window: tuple[int, ...] | None = None
     relative: RelativeMechanism | None = None
     sparse: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,10 @@ _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel
 _COMPARED = 512
 #: With fewer tokens, none are both next to each other and away from the ends.
 _FEWEST_TOKENS = 3
-_DESCRIPTIONS = {
-    "convolution": "convolution over neighbours in place of positions",
-    "sinusoids": "sinusoids of positions",
-}
 _NEIGHBOURS = (
     "convolutions mix neighbouring frames before or between the layers of attention, so the order of the input still "
     "shows without positions"
 )
-VectorKind = Literal["convolution", "sinusoids"]
 
 
 @dataclass
@@ -58,12 +53,11 @@ class VectorModule(NamedModule):
     """A module whose output is added to the embeddings.
 
     Args:
-        kind: "convolution" if it computes the vectors from neighbouring embeddings, "sinusoids" if it computes them
-            from the length.
+        site: the class that stands in for its forward.
         stride: number of embeddings per vector of a convolution.
     """
 
-    kind: VectorKind
+    site: type[ConvolutionSite | LengthSite]
     stride: int
 
 
@@ -121,12 +115,12 @@ class Series(Layout):
         """Finds the modules and parameters that are added to the embeddings."""
         series = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
         for path, module in stack.in_definition_order()[1:]:
-            kind = _kind_of(path, module)
+            site = _site_for(path, module)
             above, _, name = path.rpartition(".")
             # Some architectures build a module that they never call.
-            if kind is not None and name in names_used(type(stack.module.get_submodule(above)).forward):
+            if site is not None and name in names_used(type(stack.module.get_submodule(above)).forward):
                 strides = [int(layer.stride[0]) for layer in module.modules() if isinstance(layer, nn.Conv1d)]
-                series.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
+                series.vectors.append(VectorModule(path, module, site, stride=strides[0] if strides else 1))
             for name, parameter in module._parameters.items():
                 if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
                     class_tokens = int(getattr(module, "cls_token", None) is not None)
@@ -200,9 +194,9 @@ class Series(Layout):
                 journal.freeze(source.module, source.name)
                 path, what = source.full_name, f"position table ({kind})"
             else:
-                site = (ConvolutionSite if source.kind == "convolution" else LengthSite)(source, runtime, additive)
+                site = source.site(source, runtime, additive)
                 journal.freeze_all(source.module)
-                path, what = source.path, f"{_DESCRIPTIONS[source.kind]} ({kind})"
+                path, what = source.path, f"{source.site.description} ({kind})"
             journal.set_forward(source.module, site)
             report.replaced.append(f"{path}: {what}")
             if additive is not None:
@@ -212,11 +206,11 @@ class Series(Layout):
             report.kept.append(_NEIGHBOURS)
 
 
-def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
+def _site_for(path: str, module: nn.Module) -> type[ConvolutionSite | LengthSite] | None:
     if _CONVOLUTION.search(path) and any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
-        return "convolution"
+        return ConvolutionSite
     if _FUNCTION.search(path) and "seq_length" in forward_parameters(type(module)):
-        return "sinusoids"
+        return LengthSite
     return None
 
 
@@ -230,7 +224,7 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
 
 def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
     owner = f"{vectors.path} ({type(vectors.module).__name__}) of this {type(stack.module).__name__}"
-    if vectors.kind == "convolution":
+    if vectors.site is ConvolutionSite:
         raise undescribed(
             f"{owner} computes its positions with a convolution over neighbouring embeddings. They depend on the "
             "content of the sequence, so no scheme of this library describes them.",
@@ -400,6 +394,8 @@ class ConvolutionSite(_Vectors):
     With a stride it takes and returns `(batch, hidden, length)`, otherwise `(batch, length, hidden)`.
     """
 
+    description = "convolution over neighbours in place of positions"
+
     def __call__(self, hidden_states: Tensor) -> Any:
         """Returns one vector per token, in the axis order of the convolution."""
         if self.retired:
@@ -412,6 +408,8 @@ class ConvolutionSite(_Vectors):
 
 class LengthSite(_Vectors):
     """Stands in for a module that computes sinusoids from a length."""
+
+    description = "sinusoids of positions"
 
     def __call__(self, seq_length: int | None = None, **kwargs: Any) -> Any:
         """Returns `(1, seq_length, hidden)`."""
