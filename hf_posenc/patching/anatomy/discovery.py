@@ -349,9 +349,9 @@ def first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | N
 def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
     """The `BuildContext` of one attention layer."""
     config = stack.module.config
-    max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     table = stack.layout.table(stack)
-    max_positions = max_positions if table is None else table.shape[0]
+    stated = first_int(config, ("max_position_embeddings", "n_positions"))
+    max_positions = stated if table is None else table.shape[0]
     logit_terms = stack.architecture.logit_terms
     deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
     return BuildContext(
@@ -360,7 +360,7 @@ def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
         head_dim=attention.head_dim,
         rotary_dim=native_rotary_dim(stack, attention),
         causal=attention.causal,
-        max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
+        max_positions=max_positions if max_positions > 0 else None,
         num_key_value_heads=attention.num_key_value_heads,
         # Zamba's shared layers read the embeddings in addition to the hidden states.
         layer_input_size=getattr(attention.module, "attention_hidden_size", None),
@@ -393,8 +393,7 @@ def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
         return None
     if stack.layout.has_axes:
         return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
-    own = getattr(attention.module, "rotary_dim", None)
-    own = own if isinstance(own, int) and own > 0 else None
+    own = first_int(attention.module, ("rotary_dim",)) or None
     if not stack.rotaries:
         return own
     rotary = stack.rotaries[0].module

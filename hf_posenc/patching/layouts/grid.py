@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
+from hf_posenc.patching.anatomy.discovery import first_int
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable
@@ -308,10 +309,7 @@ def _is_projection(module: nn.Module, config: Any) -> bool:
 
 
 def _channels(config: Any) -> int:
-    if _reads_spectrogram(config):
-        return 1
-    names = ("num_channels", "in_channels", "in_chans")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 3)
+    return 1 if _reads_spectrogram(config) else first_int(config, ("num_channels", "in_channels", "in_chans"), 3)
 
 
 def _native_sizes(
@@ -337,8 +335,7 @@ def _sides(config: Any) -> tuple[int, int] | None:
 
 def _frames(config: Any) -> int | None:
     """Number of frames of a video, if the config states it."""
-    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-    return frames if isinstance(frames, int) else None
+    return first_int(config, ("num_frames", "frames_per_clip")) or None
 
 
 def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
