@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import TEXT, Stack, find_stacks
+from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy, Stack
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding
@@ -105,7 +105,7 @@ class ModelParts:
         Raises:
             UnsupportedError: for a stock model that no scheme describes.
         """
-        stacks = find_stacks(self.model)
+        stacks = Anatomy(self.model).stacks()
         known: dict[str, StackEncoding] = {} if self.placed is None else dict(self.placed.stacks.items())
         # Other parts of the model may be patched, and these not.
         native = [stack for stack in stacks if stack.name not in known]

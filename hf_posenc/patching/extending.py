@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError, warn_user
-from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
+from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, unwrapped
 from hf_posenc.patching.anatomy.discovery import spans_of
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, run_briefly
 from hf_posenc.patching.inspection import native_scheme
@@ -177,6 +177,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
         )
         raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context", hint=hint)
     target = unwrapped(model)
+    anatomy = Anatomy(target)
     native, kind = native_scheme(target, part=part), f"{part} part of this {type(target).__name__}"
     in_force = scheme_in_part(current_encoding(target), part)
     if in_force not in (None, native):
@@ -186,15 +187,14 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
         )
     rotations = [one for one in walk(native) if hasattr(one, "scaling")]
     if not rotations:
-        parts = Anatomy(target).parts
         raise UnsupportedError(
             f"The methods of extend_context change a rotation by one position for each token, and the positions of the "
             f"{kind} are {native.label!r}. Call patch_model(model, scheme, part={part!r}) first, with 'native' if "
             "they reach this length. To make a learned table longer, use hf_posenc.recipes.swap_scheme(model, "
             f"'learned', part={part!r}, num_positions=..., table_extension='repeat')."
-            + (f" This model has the parts {', '.join(map(repr, parts))}." if len(parts) > 1 else "")
+            + (f" This model has the parts {', '.join(map(repr, anatomy.parts))}." if len(anatomy.parts) > 1 else "")
         )
-    stacks = find_stacks(target, [part])
+    stacks = anatomy.stacks([part])
     with at_native_lengths(target.config):
         stated, spans = native_length(target, stacks), spans_of(stacks)
     if stated is None:
@@ -230,7 +230,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
                     f"{', '.join(map(repr, _FAR_PAIRS))} keep it."
                 )
             with contextlib.suppress(NotRunnableError):
-                run_briefly(Anatomy(target), stacks, 3)  # Some refusals come with the first call.
+                run_briefly(anatomy, stacks, 3)  # Some refusals come with the first call.
             return _reason(name) if method is None else ""
         except (UnsupportedError, ValueError) as error:
             if method is not None:
@@ -259,7 +259,7 @@ def _warn_if_extrapolating(
 ) -> None:
     """Warns if a rotation meets distances in the new length that it was neither trained nor scaled for."""
     native = lengths_of(encoding, model, part)[0].native
-    stacks = find_stacks(model, [part])
+    stacks = Anatomy(model).stacks([part])
     with at_native_lengths(model.config):
         growing = far_layers(config, spans_of(stacks))
     for stack in stacks:

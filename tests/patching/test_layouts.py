@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy import anatomy
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.layouts import Text
 from tests.models import tiny
 
@@ -33,4 +33,4 @@ def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.attention_layers == [1]
     assert report.kept == [f"layers.0.self_attn: {REASON}"]
     unpatch_model(model)
-    assert type(find_stacks(tiny("BertForMaskedLM"))[0].layout) is Text
+    assert type(Anatomy(tiny("BertForMaskedLM")).stacks()[0].layout) is Text

@@ -373,11 +373,6 @@ class Anatomy:
         return hooked or not any(parameter.device.type == "meta" for parameter in self.model.parameters())
 
 
-def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) -> list[Stack]:
-    """`Anatomy.stacks` of a model."""
-    return Anatomy(model).stacks(parts)
-
-
 def _names(stacks: list[Stack], model: PreTrainedModel) -> list[str]:
     """The names of the stacks of a model, by their paths below the base model.
 

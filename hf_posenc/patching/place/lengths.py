@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, Stack, find_stacks, unwrapped
+from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, Stack, unwrapped
 from hf_posenc.patching.anatomy.discovery import build_context
 from hf_posenc.patching.place.config_entry import (
     NAMES,
@@ -72,7 +72,7 @@ def rows_of_tables(model: PreTrainedModel) -> int | None:
     It is also `None` for an architecture that cannot be patched. Its own forward then decides.
     """
     try:
-        stacks = find_stacks(model)
+        stacks = Anatomy(model).stacks()
     except UnsupportedError:
         return None
     rows = [
