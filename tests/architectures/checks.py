@@ -347,7 +347,8 @@ class Checker:
     def _outputs_of_other_parts(self) -> list[Tensor]:
         """What the stacks of vision and audio parts compute."""
         towers = [other for other in self.parts if other != self.part and is_tower(other)]
-        found = [attempt(lambda tower=tower: Anatomy(self.model).stacks([tower])) for tower in towers]
+        anatomy = Anatomy(self.model)
+        found = [attempt(partial(anatomy.stacks, [tower])) for tower in towers]
         modules = [stack.module for stacks in found if not isinstance(stacks, Finding) for stack in stacks]
         with kept_outputs(modules) as outputs:
             if modules:
