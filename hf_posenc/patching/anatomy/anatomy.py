@@ -101,7 +101,7 @@ class Stack:
         Raises:
             UnsupportedError: if its architecture is not supported, or for attention that a scheme would bypass.
         """
-        refuse_declared(self.module, self.architecture)
+        self.architecture.refuse(self.module)
         self.attentions = read_attentions(self)
         self.layout  # noqa: B018 - found before a scheme is placed, which hides native mechanisms
 
@@ -204,13 +204,6 @@ class Stack:
         return sorted({attention.layer for attention in self.attentions})
 
 
-def refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None:
-    """Refuses a model, or a stack, whose architecture is declared as unsupported."""
-    refusal = architecture.refusal(model.config)
-    if refusal:
-        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
-
-
 def name_parts(model: PreTrainedModel, stacks: Sequence[Stack]) -> None:
     """Writes the name of its part to every `PreTrainedModel` in a model.
 
@@ -303,7 +296,7 @@ class Anatomy:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        refuse_declared(model, architecture_of(model.config))
+        architecture_of(model.config).refuse(model)
         walked = modules_by_stack(model)
         name_parts(model, walked)
         self._stacks = [stack for stack in walked if stack.self_attentions]

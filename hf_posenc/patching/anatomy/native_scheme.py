@@ -280,9 +280,8 @@ def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> S
         return None
     try:
         found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
-        if isinstance(found, RopeConfig):
-            return dataclasses.replace(found, rotary_dim=width, layout=layout, partial_rotary_factor=None)
-        return dataclasses.replace(found, rotary_dim=width, layout=layout)
+        stated = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
+        return dataclasses.replace(found, rotary_dim=width, layout=layout, **stated)
     except (PositionEncodingError, ValueError, KeyError, TypeError):
         # This library has no config for these parameters, so the scheme is described by its frequencies.
         return None

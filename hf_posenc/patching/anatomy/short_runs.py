@@ -54,8 +54,7 @@ def run_briefly(
     stacks: list[Stack],
     length: int,
     *,
-    constant: bool = False,
-    change: Callable[[dict[str, Any], int], dict[str, Any]] = lambda arguments, length: arguments,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> list[Any]:
     """Runs stacks on a few tokens, without a trace. Returns the output of every subject.
 
@@ -63,17 +62,14 @@ def run_briefly(
         anatomy: the anatomy of their model.
         stacks: the stacks.
         length: number of tokens. Images and series have a fixed size instead.
-        constant: whether all numbers of a series or an image are equal.
-        change: changes the arguments of a run on `length` tokens.
+        change: returns the arguments of a run, given the usual ones.
 
     Raises:
         NotRunnableError: if it is unknown what a subject reads, or it fails.
     """
     device = anatomy.device
     with without_trace(anatomy.model, device):
-        return [
-            _run(one, change(_arguments(one, device, length, constant), length)) for one in _subjects(anatomy, stacks)
-        ]
+        return [_run(one, change(_arguments(one, device, length))) for one in _subjects(anatomy, stacks)]
 
 
 def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
@@ -91,7 +87,7 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def _arguments(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> dict[str, Any]:
+def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> dict[str, Any]:
     """The arguments of a run where the module is, and of its dtype."""
     declared = architecture_of(module.config).example_inputs
     if declared is None:
@@ -103,8 +99,13 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
     else:
         given = declared(module, length)
     tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
-    real = {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
-    return given | tensors | ({name: torch.ones_like(one) for name, one in real.items()} if constant else real)
+    return given | tensors | {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
+
+
+def all_equal(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a run, in which all numbers of a series or an image are equal."""
+    real = {name: one for name, one in arguments.items() if isinstance(one, Tensor) and one.is_floating_point()}
+    return arguments | {name: torch.ones_like(one) for name, one in real.items()}
 
 
 def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
@@ -354,18 +355,18 @@ class TokenOrder:
         return with_tokens(self.stack, args, kwargs, torch.stack([row, other]))
 
 
-def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """The arguments of a run on one row of `length` tokens, with the row in the other order below it."""
-    return {name: _in_both_orders(name, value, length) for name, value in arguments.items()}
+def in_both_orders(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a run on one row of three tokens, with the row in the other order below it."""
+    return {name: _in_both_orders(name, value) for name, value in arguments.items()}
 
 
-def _in_both_orders(name: str, value: Any, length: int) -> Any:
+def _in_both_orders(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape[:1] != (1,) or (value.dim() == 2 and value.is_floating_point()):
         return value  # A vector applies to both rows.
     other = value
     if name in _TOKENS:
         # One question with one choice has another axis before that of the tokens.
-        axis = 1 if value.shape[1] == length else 2
+        axis = 1 if value.shape[1] == _LENGTH else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))
     return torch.cat([value, other])
 

@@ -23,6 +23,7 @@ from hf_posenc.patching.anatomy.short_runs import (
     ORDER,
     NotRunnableError,
     TokenOrder,
+    all_equal,
     attended_twice,
     distance,
     embedded,
@@ -141,7 +142,7 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
-    inputs = seen_briefly(anatomy, stacks, len(ORDER), embedded, constant=True)
+    inputs = seen_briefly(anatomy, stacks, len(ORDER), embedded, change=all_equal)
     for stack, found in zip(stacks, inputs, strict=True):
         # Convolutions see the edges, so not all tokens are equal.
         if stack.layout.is_comparable(stack, found[0] if found else None):

@@ -97,9 +97,11 @@ class Architecture:
     limits: Environment | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
-    def refusal(self, config: Any) -> str | None:
-        """Why this config is refused, or `None`."""
-        return self.unsupported(config) if callable(self.unsupported) else self.unsupported
+    def refuse(self, model: Any) -> None:
+        """Refuses a model, or a stack, that is declared as unsupported."""
+        refusal = self.unsupported(model.config) if callable(self.unsupported) else self.unsupported
+        if refusal:
+            raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
 
     def is_sparse(self, attention: nn.Module, config: Any) -> bool:
         """Whether a self-attention module of a stack with this config never computes all logits."""
