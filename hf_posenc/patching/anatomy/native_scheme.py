@@ -280,7 +280,7 @@ def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> S
         return None
     try:
         found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
-        stated = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
+        stated: dict[str, Any] = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
         return dataclasses.replace(found, rotary_dim=width, layout=layout, **stated)
     except (PositionEncodingError, ValueError, KeyError, TypeError):
         # This library has no config for these parameters, so the scheme is described by its frequencies.

@@ -411,7 +411,8 @@ class StackForward(PlacedForward):
             return layout.state_of_call(stack, args, kwargs), args, kwargs
         arguments = named_arguments(stack, args, kwargs) if args else kwargs
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
-        features = layout.features_among(arguments) if tokens is None else None
+        named = layout.features if tokens is None else ()
+        features = next((arguments[name] for name in named if isinstance(arguments.get(name), Tensor)), None)
         if tokens is None and features is None:
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]

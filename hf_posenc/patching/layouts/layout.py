@@ -51,6 +51,8 @@ class Layout:
     left_alone: ClassVar[tuple[str, str] | None] = None
     #: Numbers of axes that a tensor of its tokens may have.
     token_axes: ClassVar[tuple[int, ...]] = (3,)
+    #: Arguments that hold features and not tokens, so that their shape does not show the number of tokens.
+    features: ClassVar[tuple[str, ...]] = ()
     #: The convolution that makes tokens of the input, if it may be among the layers.
     projection: Any = None
     #: The position tables over a grid.
@@ -166,10 +168,6 @@ class Layout:
     def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardState:
         """The places of tokens on several axes, as far as the arguments of a call show them."""
         raise NotImplementedError
-
-    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The features that replace tokens, if their shape does not show the number of tokens; `None` without any."""
-        return None
 
     # Placing a scheme.
 

@@ -28,7 +28,7 @@ from hf_posenc.schemes.parts import AdditiveEncoding
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
 
-#: Arguments that hold features and not tokens, so that their shape does not show the number of tokens.
+#: Arguments that hold features.
 FEATURES = ("input_features", "input_values", "past_values", "patch_input", "audio_mel", "spectrogram", "latents")
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
 _FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
@@ -96,6 +96,7 @@ class Series(Layout):
     in_definition_order = True
     left_alone = (r"(^|\.)adapter\.", "attention of an adapter, which has no positions")
     token_axes = (2, 3)
+    features = FEATURES
 
     vectors: list[VectorModule] = field(default_factory=list)
     parameters: list[OwnedTable] = field(default_factory=list)
@@ -174,11 +175,6 @@ class Series(Layout):
         if stack.tables or not self.parameters:
             return super().native_vectors(stack, additive)
         return self.parameters[0].weight, self.parameters[0].full_name
-
-    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The features of sound or of a time series."""
-        found = (arguments.get(name) for name in FEATURES)
-        return next((value for value in found if isinstance(value, Tensor)), None)
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture by those of the scheme, which the first module returns."""
