@@ -122,8 +122,6 @@ class Stack:
 
     def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
         """The members that `wanted` accepts, in the order in which layers are counted."""
-        if self.kind.in_definition_order:
-            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
         chosen = [(path, module) for path, module in self.members if wanted(path, module)]
         return sorted(chosen, key=lambda item: natural_order(item[0]))
 

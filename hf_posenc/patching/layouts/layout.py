@@ -45,8 +45,6 @@ class Layout:
     takes_tokens: ClassVar[bool] = False
     #: Whether the config states its length in addition to that of a text.
     has_own_length: ClassVar[bool] = False
-    #: Whether layers are counted in the order in which modules are defined, and not in that of their paths.
-    in_definition_order: ClassVar[bool] = False
     #: Path of attention that keeps its native positions, as a regular expression, and why.
     left_alone: ClassVar[tuple[str, str] | None] = None
     #: Numbers of axes that a tensor of its tokens may have.

@@ -93,7 +93,6 @@ class Series(Layout):
     """
 
     has_own_length = True
-    in_definition_order = True
     left_alone = (r"(^|\.)adapter\.", "attention of an adapter, which has no positions")
     token_axes = (2, 3)
     features = FEATURES
