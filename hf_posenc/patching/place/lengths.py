@@ -183,8 +183,7 @@ def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: in
 
 def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: Lengths) -> None:
     """Restores the previous length of a model after a failed load."""
-    assert encoding.lengths is not None
-    _write(encoding, model, dataclasses.replace(encoding.lengths, chosen=before.chosen), before.current)
+    _write(encoding, model, before, before.current)
 
 
 def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
