@@ -190,7 +190,7 @@ def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
 
 
-def no_vectors(inputs: Tensor) -> Tensor:
+def no_vectors(module: nn.Module, inputs: Tensor) -> Tensor:
     """Replaces the forward of a module that makes vectors for embeddings or positions: a zero `()` of their dtype."""
     return inputs.new_zeros(())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -180,11 +179,6 @@ def _gptj_tables(stack: Stack) -> list[FixedTable]:
     return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
 
 
-def _silence_roformer(stack: Stack, patches: Journal) -> None:
-    table = stack.module.encoder.embed_positions
-    patches.replace(table, "forward", functools.partial(zero_phases, table))
-
-
 def _falcon_key_heads(module: Any) -> int:
     """The number of key heads; the new decoder architecture first repeats its keys for every query head."""
     return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
@@ -242,12 +236,6 @@ def plain_heads(
 def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
     """Stands in for WavLM's `compute_bias`: zeros `(heads, query_len, key_len)`."""
     return module.rel_attn_embed.weight.new_zeros(()).expand(module.num_heads, query_length, key_length)
-
-
-def _silence_phi4(stack: Stack, patches: Journal) -> None:
-    layer = stack.module.relative_attention_bias_layer
-    patches.set_forward(layer, zero_bias)
-    patches.freeze(layer, "bias_values")
 
 
 #: T5 and related models: the layer that owns the table computes the bias and passes it to the others.
@@ -316,7 +304,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         table_is_rotary=True,
         rotary_method="apply_rotary_position_embeddings",
         pairing="interleaved",
-        silence=_silence_roformer,
+        silence=silencer(of="encoder.embed_positions", forward=zero_phases),
         native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
         fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
     ),
@@ -330,7 +318,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("cpmant",): Architecture(
         mechanism="segment position bias",
         bias_arguments=("position_bias",),
-        silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
+        silence=silencer("relative_attention_bias", of="position_bias"),
         kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
     ),
     ("falcon",): Architecture(
@@ -404,7 +392,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("phi4_multimodal_audio",): Architecture(
         mechanism="relative bias",
-        silence=_silence_phi4,
+        silence=silencer("bias_values", of="relative_attention_bias_layer", forward=zero_bias),
         native=no_native(
             "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
             "schemes of this library group distances, or compute the bias from the query."
@@ -412,14 +400,14 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("fun_asr_nano_encoder",): Architecture(
         mechanism="sinusoids of positions",
-        silence=lambda stack, patches: patches.replace(stack.module.position_embeddings, "forward", no_vectors),
+        silence=silencer(of="position_embeddings", forward=no_vectors),
         native=no_native(
             "Fun-ASR-Nano adds sinusoids that count frames from 1. No scheme of this library has that origin.", "them"
         ),
     ),
     ("canary_decoder",): Architecture(
         mechanism="sinusoidal table",
-        silence=lambda stack, patches: patches.replace(stack.module.pos_emb, "forward", no_vectors),
+        silence=silencer(of="pos_emb", forward=no_vectors),
         native=no_native(
             "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
             "scheme of this library has that scale.",
