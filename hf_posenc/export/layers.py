@@ -11,13 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import TEXT, find_stacks
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
+from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding
 from hf_posenc.patching.place.install import adopt_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
-from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
@@ -81,7 +80,7 @@ class ModelParts:
     def theta(self, attention: AttentionLayer | None = None) -> float:
         """The base of RoPE in the scheme of a layer, by default of any layer, or else in the model's own rotation."""
         placed, layer_type = self.scheme.for_part(TEXT), None if attention is None else attention.layer_type
-        if attention is not None and isinstance(placed, LayeredConfig):
+        if attention is not None and placed is not None:
             placed = placed.for_layer(attention.layer, layer_type)
         for scheme in () if placed is None else walk(placed):
             if isinstance(theta := getattr(scheme, "theta", None), float):
@@ -106,7 +105,7 @@ class ModelParts:
         Raises:
             UnsupportedError: for a stock model that no scheme describes.
         """
-        stacks = find_stacks(self.model)
+        stacks = Anatomy(self.model).stacks()
         known: dict[str, StackEncoding] = {} if self.placed is None else dict(self.placed.stacks.items())
         # Other parts of the model may be patched, and these not.
         native = [stack for stack in stacks if stack.name not in known]

@@ -18,7 +18,7 @@ from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
-from hf_posenc.patching.anatomy.anatomy import find_stacks, unwrapped
+from hf_posenc.patching.anatomy.anatomy import Anatomy, unwrapped
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -297,7 +297,7 @@ def shifted_positions(model: Any, tokens: TokenizedMaterial, offsets: Sequence[i
 
 def _first_position(model: Any, ids: Tensor, before: Tensor) -> int:
     """Returns the position id of the first token in this model: 0, or the one after the padding row of its table."""
-    origins = {table.origin for stack in find_stacks(unwrapped(model)) for table in stack.tables}
+    origins = {table.origin for stack in Anatomy(unwrapped(model)).stacks() for table in stack.tables}
     for first in sorted({0, *origins}):
         explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last
         if float(relative_changes(before, explicit).max()) <= rounding(before.dtype):

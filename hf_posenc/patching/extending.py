@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError, warn_user
-from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
+from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, unwrapped
+from hf_posenc.patching.anatomy.discovery import spans_of
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, run_briefly
-from hf_posenc.patching.anatomy.sites import spans_of
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import at_native_lengths, is_length
@@ -34,19 +34,11 @@ from hf_posenc.schemes import (
     list_schemes,
 )
 from hf_posenc.schemes.arrangement.native import ONLY_WINDOWS_ROTATE, far_layers
-from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 from hf_posenc.version import REPOSITORY
-
-#: (trained length, new length) -> the scheme.
-Method = Callable[[int, int], SchemeConfig]
-
-
-def _scaled(scaling: RopeScaling) -> SchemeConfig:
-    return NativeConfig(scaling=scaling)
 
 
 def _self_extend(trained: int, length: int) -> SchemeConfig:
@@ -56,17 +48,17 @@ def _self_extend(trained: int, length: int) -> SchemeConfig:
     return SelfExtendConfig(NativeConfig(), group=max(2, group), window=window)
 
 
-#: Their lengths are those of the rotation without any scaling, which they replace.
-_SCALINGS: dict[str, Method] = {
-    "linear": lambda trained, length: _scaled(LinearScaling(length / trained)),
-    "ntk": lambda trained, length: _scaled(NtkScaling(length / trained)),
-    "yarn": lambda trained, length: _scaled(YarnScaling(length / trained, trained)),
-    "dynamic_ntk": lambda trained, _: _scaled(DynamicScaling(1.0, trained)),
-    "dynamic_yarn": lambda trained, _: _scaled(DynamicYarnScaling(trained)),
-    "clipped": lambda trained, _: _scaled(ClippedScaling(original_max_positions=trained)),
+#: From the trained length and the new one. Lengths are those of the rotation without any scaling, which they replace.
+_SCALINGS: dict[str, Callable[[int, int], RopeScaling]] = {
+    "linear": lambda trained, length: LinearScaling(length / trained),
+    "ntk": lambda trained, length: NtkScaling(length / trained),
+    "yarn": lambda trained, length: YarnScaling(length / trained, trained),
+    "dynamic_ntk": lambda trained, _: DynamicScaling(1.0, trained),
+    "dynamic_yarn": lambda trained, _: DynamicYarnScaling(trained),
+    "clipped": lambda trained, _: ClippedScaling(original_max_positions=trained),
 }
-#: They keep the rotation, with its scaling if it has one.
-_FAR_PAIRS: dict[str, Method] = {
+#: From the same lengths. They keep the rotation, with its scaling if it has one.
+_FAR_PAIRS: dict[str, Callable[[int, int], SchemeConfig]] = {
     "rerope": lambda trained, _: ReRopeConfig(NativeConfig(), window=max(1, trained // 2)),
     "self_extend": _self_extend,
     # Three quarters and an eighth of the trained length, as in the authors' code.
@@ -185,6 +177,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
         )
         raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context", hint=hint)
     target = unwrapped(model)
+    anatomy = Anatomy(target)
     native, kind = native_scheme(target, part=part), f"{part} part of this {type(target).__name__}"
     in_force = scheme_in_part(current_encoding(target), part)
     if in_force not in (None, native):
@@ -194,15 +187,14 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
         )
     rotations = [one for one in walk(native) if hasattr(one, "scaling")]
     if not rotations:
-        parts = Anatomy(target).parts
         raise UnsupportedError(
             f"The methods of extend_context change a rotation by one position for each token, and the positions of the "
             f"{kind} are {native.label!r}. Call patch_model(model, scheme, part={part!r}) first, with 'native' if "
             "they reach this length. To make a learned table longer, use hf_posenc.recipes.swap_scheme(model, "
             f"'learned', part={part!r}, num_positions=..., table_extension='repeat')."
-            + (f" This model has the parts {', '.join(map(repr, parts))}." if len(parts) > 1 else "")
+            + (f" This model has the parts {', '.join(map(repr, anatomy.parts))}." if len(anatomy.parts) > 1 else "")
         )
-    stacks = find_stacks(target, [part])
+    stacks = anatomy.stacks([part])
     with at_native_lengths(target.config):
         stated, spans = native_length(target, stacks), spans_of(stacks)
     if stated is None:
@@ -230,7 +222,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             if name in _FAR_PAIRS:
                 patch_model(model, _FAR_PAIRS[name](trained, length), part=part, layers=None if far == layers else far)
             elif unscaled is not None:
-                patch_model(model, _SCALINGS[name](unscaled, length), part=part)
+                patch_model(model, NativeConfig(scaling=_SCALINGS[name](unscaled, length)), part=part)
             else:
                 raise UnsupportedError(
                     f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not say how long "
@@ -238,7 +230,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
                     f"{', '.join(map(repr, _FAR_PAIRS))} keep it."
                 )
             with contextlib.suppress(NotRunnableError):
-                run_briefly(Anatomy(target), stacks, 3)  # Some refusals come with the first call.
+                run_briefly(anatomy, stacks, 3)  # Some refusals come with the first call.
             return _reason(name) if method is None else ""
         except (UnsupportedError, ValueError) as error:
             if method is not None:
@@ -267,7 +259,7 @@ def _warn_if_extrapolating(
 ) -> None:
     """Warns if a rotation meets distances in the new length that it was neither trained nor scaled for."""
     native = lengths_of(encoding, model, part)[0].native
-    stacks = find_stacks(model, [part])
+    stacks = Anatomy(model).stacks([part])
     with at_native_lengths(model.config):
         growing = far_layers(config, spans_of(stacks))
     for stack in stacks:
@@ -277,9 +269,7 @@ def _warn_if_extrapolating(
             if attention.layer not in growing or type(rotation) is not RotaryMap:
                 continue
             made_for = rotation.length_reach.made_for or native or length
-            scheme = config
-            if isinstance(config, LayeredConfig):
-                scheme = config.for_layer(attention.layer, attention.layer_type)
+            scheme = config.for_layer(attention.layer, attention.layer_type)
             far = [one for one in walk(scheme) if isinstance(one, FarPositionsConfig)]
             if min([length, *(1 + one.greatest_distance(length) for one in far)]) <= made_for:
                 continue

@@ -236,17 +236,16 @@ def forward_on_instance(module: nn.Module) -> Any:
     A tool may restore a `PlacedForward` after its scheme was removed. Such a retired object is skipped in favour of
     the forward inside it.
     """
-    place = place_of_forward(module)
-    found = module.__dict__.get(place)
+    found = module.__dict__.get(place_of_forward(module))
     while isinstance(found, PlacedForward) and found.retired:
         found = found.inner
-    # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook.
-    is_stock = place == "_old_forward" and getattr(found, "__func__", None) is type(module).forward
-    return None if is_stock else found
+    # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook, and leaves
+    # it on the module when the hook is removed.
+    return None if getattr(found, "__func__", None) is type(module).forward else found
 
 
-def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
-    """Refuses a module whose forward was replaced by another library, because a scheme would bypass it."""
+def refuse_foreign_forward(module: nn.Module, path: str = "") -> PlacedForward | None:
+    """The forward that a patch has set on a module. Refuses that of another library, which a scheme would bypass."""
     found = forward_on_instance(module)
     if found is not None and not isinstance(found, PlacedForward):
         name = f"{path} ({type(module).__name__})" if path else f"This {type(module).__name__}"
@@ -256,6 +255,7 @@ def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
             "in place. Then remove that forward (with the library that set it, or `del module.forward`), patch the "
             "model, and wrap the forward that the module has then."
         )
+    return found
 
 
 class ZeroOutput(PlacedForward):

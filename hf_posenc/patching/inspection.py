@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError, warn_user
+from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.discovery import native_pairing, native_rotary_dim, spans_of
 from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
-from hf_posenc.patching.anatomy.sites import Stack, native_pairing, native_rotary_dim, spans_of
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.config_entry import at_native_lengths

@@ -11,9 +11,9 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
-from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of, resolve_native
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
@@ -352,8 +352,7 @@ def schedule(
         )
     assert elsewhere is not None
     wanted = enumerate(config if layer in chosen else elsewhere for layer in range(available[-1] + 1))
-    placed = (one.for_layer(at, types.get(at)) if isinstance(one, LayeredConfig) else one for at, one in wanted)
-    return ScheduleConfig(layers=tuple(placed))
+    return ScheduleConfig(layers=tuple(one.for_layer(at, types.get(at)) for at, one in wanted))
 
 
 def _places(stacks: list[Stack]) -> list[tuple[int, str | None]]:
@@ -419,9 +418,7 @@ def _thetas(parameters: Any) -> set[float]:
 
 def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme adds the same number to every component, in a model whose norms remove it."""
-    configs = [config]
-    if isinstance(config, LayeredConfig):
-        configs = [config.for_layer(*place) for place in _places(stacks)]
+    configs = [config.for_layer(*place) for place in _places(stacks)]
     if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
         return
     if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):

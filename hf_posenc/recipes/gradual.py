@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import UnsupportedError, warn_user
-from hf_posenc.patching.anatomy.anatomy import unwrapped
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack, unwrapped
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.patch import place_scheme, schedule
 from hf_posenc.patching.place.config_entry import attach_entry, refresh_names
@@ -179,12 +178,8 @@ def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeC
     schedule(new, stacks, None, None)  # Raises if an arrangement does not fit these layers.
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
 
-    def at(config: SchemeConfig, layer: int) -> SchemeConfig:
-        return config.for_layer(layer, types.get(layer)) if isinstance(config, LayeredConfig) else config
-
-    return ScheduleConfig(
-        layers=tuple(BlendedConfig(at(old, layer), at(new, layer)) for layer in range(max(types) + 1))
-    )
+    places = [(layer, types.get(layer)) for layer in range(max(types) + 1)]
+    return ScheduleConfig(layers=tuple(BlendedConfig(old.for_layer(*place), new.for_layer(*place)) for place in places))
 
 
 def _with_blends(config: SchemeConfig, changed: Callable[[BlendedConfig], SchemeConfig]) -> SchemeConfig:

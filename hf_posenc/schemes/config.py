@@ -169,6 +169,18 @@ class SchemeConfig:
         """The scheme of one part of a composite model; `None` if the part keeps its native positions."""
         return self
 
+    def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
+        """The scheme of one layer of a model; this one, unless layers have different schemes.
+
+        Args:
+            layer: its index in its stack.
+            layer_type: its entry in the model's `config.layer_types`, such as "sliding_attention".
+
+        Raises:
+            ValueError: if this config does not define a scheme for the layer.
+        """
+        return self
+
     @property
     def part_names(self) -> tuple[str, ...] | None:
         """The parts of a composite model that have a scheme; `None` if the config does not name parts."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.architectures import architecture_of
-from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
+from hf_posenc.patching.anatomy.short_runs import all_equal, embedded, run_briefly
 from hf_posenc.patching.layouts import Grid
 
 from .calling import Caller
@@ -87,7 +87,7 @@ class Checker:
     def record_of(self) -> Record:
         """Runs everything."""
         try:
-            self.stacks = find_stacks(self.model, [self.part] if self.part else None)
+            self.stacks = Anatomy(self.model).stacks([self.part] if self.part else None)
             unpatch_model(self.model)  # A part of a model that is saved with it is refused here already.
         except UnsupportedError as error:
             self._check_refusal(error)
@@ -315,7 +315,7 @@ class Checker:
                 continue
             with embedded(stack) as seen:
                 try:
-                    run_briefly(Anatomy(self.model), [stack], 3, constant=True)
+                    run_briefly(Anatomy(self.model), [stack], 3, change=all_equal)
                 except UnsupportedError:
                     continue
             tokens = seen[0][0] if seen else torch.zeros(0, 1)
@@ -347,7 +347,7 @@ class Checker:
     def _outputs_of_other_parts(self) -> list[Tensor]:
         """What the stacks of vision and audio parts compute."""
         towers = [other for other in self.parts if other != self.part and is_tower(other)]
-        found = [attempt(partial(find_stacks, self.model, [tower])) for tower in towers]
+        found = [attempt(partial(Anatomy(self.model).stacks, [tower])) for tower in towers]
         modules = [stack.module for stacks in found if not isinstance(stacks, Finding) for stack in stacks]
         with kept_outputs(modules) as outputs:
             if modules:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from tests.architectures.population import known_model_types, pair_named, pairs_of
 from tests.architectures.tiny import tiny_model
 from tests.models import tiny
@@ -72,7 +72,7 @@ def assert_stated_as_observed(name: str) -> int:
     # With sdpa the decoder of UMT5 loses its mask before transformers 5.18.
     model = tiny_model(pair_named(name), attn_implementation="eager")
     try:
-        stacks = find_stacks(model)
+        stacks = Anatomy(model).stacks()
     except UnsupportedError:
         return 0
     told = {stack.name: seen_by_the_first_token(model, stack) for stack in stacks}

@@ -29,7 +29,7 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.place.lengths import context_length, update_tokenizer_length
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
@@ -304,7 +304,7 @@ def test_explicit_positions_past_the_native_length_are_those_of_a_relative_schem
 def test_the_length_check_of_a_discarded_table_is_silent(name: str) -> None:
     """CLIP's text embeddings and their descendants compare lengths with the rows of their table."""
     model = tiny_model(pair_named(name))
-    stack, ids = find_stacks(model, ["text"])[0].module, torch.arange(200).unsqueeze(0) % 50 + 8
+    stack, ids = Anatomy(model).stacks(["text"])[0].module, torch.arange(200).unsqueeze(0) % 50 + 8
     with pytest.raises((ValueError, RuntimeError)):
         stack(ids)
     patch_model(model, "alibi", part="text")

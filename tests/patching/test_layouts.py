@@ -6,8 +6,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.anatomy import sites
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy import anatomy
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.layouts import Text
 from tests.models import tiny
 
@@ -25,7 +25,7 @@ class Steps(Text):
 
 
 def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "_KINDS", [Steps, *sites._KINDS])
+    monkeypatch.setattr(anatomy, "_KINDS", [Steps, *anatomy._KINDS])
     model = tiny("LlamaForCausalLM").eval()
     assert inspect_model(model).stacks[0].left_alone == [f"layers.0.self_attn: {REASON}"]
     assert native_scheme(model).name == "rope"
@@ -33,4 +33,4 @@ def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.attention_layers == [1]
     assert report.kept == [f"layers.0.self_attn: {REASON}"]
     unpatch_model(model)
-    assert type(find_stacks(tiny("BertForMaskedLM"))[0].layout) is Text
+    assert type(Anatomy(tiny("BertForMaskedLM")).stacks()[0].layout) is Text

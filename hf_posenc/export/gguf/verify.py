@@ -15,7 +15,7 @@ from hf_posenc.export.comparison import random_ids, relative_difference, spans
 from hf_posenc.export.gguf.run import decode, encode, runtime
 from hf_posenc.export.gguf.t5 import start_token
 from hf_posenc.export.records import Check
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 
 #: Token ids by the names of the model's inputs, and the results of llama.cpp for them: logits of the last `STEPS`
 #: tokens, or hidden states by each of its functions.
@@ -62,7 +62,7 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
         length: the longest sequence that the file is made for.
         dtype: precision of the file.
     """
-    generates = any(stack.causal for stack in find_stacks(model))
+    generates = any(stack.causal for stack in Anatomy(model).stacks())
     cases = (_decoded if generates else _encoded)(model, file, length)
     program, twice = f"{runtime()}, {dtype}", dtype == "f32" and has_gelu(model)
     for mode, what, value in _measured(model, cases):

@@ -27,7 +27,7 @@ from hf_posenc.export.records import Check
 from hf_posenc.export.stock.form import StockForm, current_config, stock_state
 from hf_posenc.export.stock.rope_parameters import fold
 from hf_posenc.export.stock.target import TOLERANCE, StockExport
-from hf_posenc.patching.anatomy.sites import native_pairing, native_rotary_dim
+from hf_posenc.patching.anatomy.discovery import native_pairing, native_rotary_dim
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalEncoding, frequencies_of
 from hf_posenc.schemes.bias.alibi import AlibiBias

@@ -15,7 +15,7 @@ from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.carriers import Form
 from hf_posenc.export.layers import ModelParts
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.place.config_entry import detach_entry, native_lengths, write_lengths
 
 

@@ -15,9 +15,10 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import ModelParts, rows_of
 from hf_posenc.export.stock.form import StockForm, config_of, stock_config, stock_state, write_current_length
 from hf_posenc.export.stock.rope_parameters import stated_head_dim, write_rope_parameters
-from hf_posenc.patching.anatomy.discovery import table_weight
+from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.discovery import build_context
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
-from hf_posenc.patching.anatomy.sites import Stack, build_context
+from hf_posenc.patching.anatomy.sites import table_weight
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.schemes import (

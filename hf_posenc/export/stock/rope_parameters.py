@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, Layer, ModelParts, Rotation, rotation_of
 from hf_posenc.export.stock.form import StockForm, config_of, current_config, stock_state
+from hf_posenc.patching.anatomy.discovery import build_context, native_pairing
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
-from hf_posenc.patching.anatomy.sites import build_context, native_pairing
 from hf_posenc.schemes import BuildContext
 
 

@@ -18,10 +18,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
-from hf_posenc.patching.anatomy.discovery import CROSS_ATTENTION, attentions_of, read_stack, reason_to_skip
-from hf_posenc.patching.anatomy.sites import AddedModule, Stack, layout_of
+from hf_posenc.patching.anatomy.discovery import (
+    CROSS_ATTENTION,
+    WIDTHS,
+    attentions_of,
+    first_int,
+    first_layer,
+    position_tables,
+    read_attentions,
+)
+from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, NamedModule, PositionTable
 from hf_posenc.patching.anatomy.weights import execution_device
-from hf_posenc.patching.forwards import forward_parameters
+from hf_posenc.patching.forwards import forward_parameters, parameters_of
 
 if TYPE_CHECKING:
     from hf_posenc.patching.layouts.layout import Layout
@@ -46,7 +54,155 @@ _ARGUMENTS = {
 _NEUTRAL = frozenset(("encoder", "decoder", "model"))
 
 
-def name_parts(model: PreTrainedModel, stacks: Sequence[StackModules]) -> None:
+#: The kinds of tokens that a stack may have, which are in `patching/layouts`.
+_KINDS: list[type[Layout]] = []
+
+
+def register_layouts(*kinds: type[Layout]) -> None:
+    """Registers kinds of tokens. The first one that recognises a model is taken."""
+    _KINDS.extend(kinds)
+
+
+def layout_of(module: PreTrainedModel) -> type[Layout]:
+    """The kind of tokens of a stack, or of a part of a model. With `input_ids`, it is a kind that takes tokens."""
+    reads_ids = "input_ids" in forward_parameters(type(module))
+    return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
+
+
+def natural_order(path: str) -> list[tuple[int, Any]]:
+    """A sort key that puts "layers.10" after "layers.9"."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
+
+
+@dataclass(eq=False)
+class Stack:
+    """A `PreTrainedModel`, and the modules that belong to it and to no `PreTrainedModel` inside it.
+
+    Args:
+        path: path below the model; empty for the model itself.
+        module: the `PreTrainedModel`.
+        members: path and module of everything that belongs to it, in the order of definition. A module that is used at
+            several places is listed at each of them.
+        part: the part of the model that it belongs to, such as "text".
+        name: its name among the stacks of the model: "encoder", "decoder", "model" or its path.
+        attentions: its self-attention layers, in order; empty until they are read.
+    """
+
+    path: str
+    module: Any
+    members: list[tuple[str, nn.Module]] = field(default_factory=list)
+    part: str = ""
+    name: str = ""
+    attentions: list[AttentionLayer] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Reads its attention layers and what its tokens are.
+
+        Raises:
+            UnsupportedError: if its architecture is not supported, or for attention that a scheme would bypass.
+        """
+        self.architecture.refuse(self.module)
+        self.attentions = read_attentions(self)
+        self.layout  # noqa: B018 - found before a scheme is placed, which hides native mechanisms
+
+    @property
+    def config(self) -> Any:
+        """The stack's own config."""
+        return self.module.config
+
+    @cached_property
+    def kind(self) -> type[Layout]:
+        """The kind of its tokens."""
+        return layout_of(self.module)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The declaration of its architecture."""
+        return architecture_of(self.module.config)
+
+    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
+        """The members that `wanted` accepts, in the order in which layers are counted."""
+        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
+        return sorted(chosen, key=lambda item: natural_order(item[0]))
+
+    def in_definition_order(self) -> list[tuple[str, nn.Module]]:
+        """The stack itself, then its members, each module once."""
+        first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
+        for path, module in self.members:
+            first.setdefault(id(module), (path, module))
+        return list(first.values())
+
+    @cached_property
+    def computing_attention(self) -> list[tuple[str, nn.Module, str | None]]:
+        """Path and module of everything that computes attention, and why it is left alone; `None` if it is patched."""
+        return attentions_of(self)
+
+    @cached_property
+    def self_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every self-attention layer that a scheme acts in."""
+        return [(path, module) for path, module, reason in self.computing_attention if reason is None]
+
+    @cached_property
+    def cross_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every cross-attention layer."""
+        return [(path, module) for path, module, reason in self.computing_attention if reason == CROSS_ATTENTION]
+
+    @cached_property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Path of everything that computes attention and is left alone, with the reason."""
+        return [(path, reason) for path, _, reason in self.computing_attention if reason is not None]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What its tokens are."""
+        return self.kind.find(self)
+
+    @cached_property
+    def tables(self) -> list[PositionTable]:
+        """The modules that are tables with a row for each position. Tables over a grid are those of the layout."""
+        return [] if self.kind.has_axes else position_tables(self)
+
+    @cached_property
+    def rotaries(self) -> list[NamedModule]:
+        """Its rotary modules."""
+        tables = {id(table.module) for table in self.tables}
+        found = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
+        return [NamedModule(*each) for each in found if "position_ids" in parameters_of(type(each[1]).forward)]
+
+    @cached_property
+    def first_layer(self) -> nn.Module | None:
+        """The module whose input is the embedded sequence; `None` if layers are not in a list."""
+        return first_layer(self.module, self.self_attentions[0][0], self.layout.projection)
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that the first layer receives."""
+        table, projection = self.layout.table(self), self.layout.projection
+        shown = None if projection is None else int(projection.out_channels)
+        return (shown or first_int(self.config, WIDTHS)) if table is None else table.shape[1]
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether its attention is causal."""
+        return all(attention.causal for attention in self.attentions)
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether some of its attention never computes the logits of all pairs of tokens."""
+        return any(attention.sparse for attention in self.attentions)
+
+    @cached_property
+    def mechanism(self) -> str | None:
+        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
+        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
+        return self.architecture.mechanism or next((found.description for found in relative), None)
+
+    def layers(self) -> list[int]:
+        """Indices of the layers that hold attention."""
+        return sorted({attention.layer for attention in self.attentions})
+
+
+def name_parts(model: PreTrainedModel, stacks: Sequence[Stack]) -> None:
     """Writes the name of its part to every `PreTrainedModel` in a model.
 
     A part is named after the key of its sub-config (`vision_config` -> "vision"), or after what its forward reads if
@@ -103,68 +259,9 @@ def _modality_of(module: nn.Module) -> str:
     return next((_MODALITIES.get(one, one) for one in modalities if one != TEXT), TEXT)
 
 
-@dataclass
-class StackModules:
-    """A `PreTrainedModel`, and the modules that belong to it and to no `PreTrainedModel` inside it.
-
-    Args:
-        path: path below the model; empty for the model itself.
-        module: the `PreTrainedModel`.
-        members: path and module of everything that belongs to it, in the order of definition. A module that is used at
-            several places is listed at each of them.
-        part: the part of the model that it belongs to.
-        name: its name among the stacks of the model.
-    """
-
-    path: str
-    module: Any
-    members: list[tuple[str, nn.Module]] = field(default_factory=list)
-    part: str = ""
-    name: str = ""
-
-    @cached_property
-    def kind(self) -> type[Layout]:
-        """The kind of its tokens."""
-        return layout_of(self.module)
-
-    @cached_property
-    def architecture(self) -> Architecture:
-        """The declaration of its architecture."""
-        return architecture_of(self.module.config)
-
-    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
-        """The members that `wanted` accepts, in the order in which layers are counted."""
-        if self.kind.in_definition_order:
-            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
-        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
-        return sorted(chosen, key=lambda item: natural_order(item[0]))
-
-    def in_definition_order(self) -> list[tuple[str, nn.Module]]:
-        """The stack itself, then its members, each module once."""
-        first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
-        for path, module in self.members:
-            first.setdefault(id(module), (path, module))
-        return list(first.values())
-
-    @cached_property
-    def attentions(self) -> list[tuple[str, nn.Module]]:
-        """Path and module of everything that computes attention."""
-        return attentions_of(self)
-
-    @cached_property
-    def self_attentions(self) -> list[tuple[str, nn.Module]]:
-        """Path and module of every self-attention layer that a scheme acts in."""
-        return [(path, module) for path, module in self.attentions if reason_to_skip(path, module, self) is None]
-
-    @cached_property
-    def cross_attentions(self) -> list[tuple[str, nn.Module]]:
-        """Path and module of every cross-attention layer."""
-        return [each for each in self.attentions if reason_to_skip(*each, self) == CROSS_ATTENTION]
-
-
-def modules_by_stack(model: nn.Module) -> list[StackModules]:
+def modules_by_stack(model: nn.Module) -> list[Stack]:
     """Every `PreTrainedModel` in a model with the modules that belong to it, in one walk."""
-    stacks: dict[int, StackModules] = {}
+    stacks: dict[int, Stack] = {}
     pending: list[tuple[str, str, Any, Any]] = [("", "", model, None)]
     while pending:
         path, below, module, owner = pending.pop()
@@ -175,7 +272,7 @@ def modules_by_stack(model: nn.Module) -> list[StackModules]:
             and type(module.config) is type(owner.module.config)
             and owner.kind.includes(module, owner.module)
         ):
-            owner, below = StackModules(path, module), ""
+            owner, below = Stack(path, module), ""
             stacks[id(module)] = owner
         elif owner is not None:
             owner.members.append((below, module))
@@ -197,26 +294,25 @@ class Anatomy:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        _refuse_declared(model)
+        architecture_of(model.config).refuse(model)
         walked = modules_by_stack(model)
         name_parts(model, walked)
-        self._owners = [owner for owner in walked if owner.self_attentions]
-        if not self._owners:
+        self._stacks = [stack for stack in walked if stack.self_attentions]
+        if not self._stacks:
             kinds = sorted({type(module).__name__ for module in model.modules()})
             raise UnsupportedError(
                 f"{type(model).__name__} has no softmax self-attention (module classes: {', '.join(kinds[:12])}), so a "
                 "position encoding cannot be placed in it. If one of them is an attention class, add it to "
                 "`attention_classes` with hf_posenc.register_architecture."
             )
-        for owner, name in zip(self._owners, _names(self._owners, model), strict=True):
-            owner.name = name
-        self._read: dict[str, Stack] = {}
+        for stack, name in zip(self._stacks, _names(self._stacks, model), strict=True):
+            stack.name = name
         self.verified: set[str] = set()
 
     @cached_property
     def parts(self) -> list[str]:
         """The names of its parts that have self-attention."""
-        return list(dict.fromkeys(owner.part for owner in self._owners))
+        return list(dict.fromkeys(stack.part for stack in self._stacks))
 
     @cached_property
     def main(self) -> str:
@@ -230,7 +326,7 @@ class Anatomy:
     def part(self, name: str | None) -> str:
         """The name of a part; `None` stands for the one that is patched by default."""
         if name is not None and name not in self.parts:
-            stacks = {owner.path: owner.part for owner in self._owners}
+            stacks = {stack.path: stack.part for stack in self._stacks}
             remedy = (
                 f"{name!r} is a stack of the part {stacks[name]!r}, whose stacks share a scheme."
                 if name in stacks
@@ -250,12 +346,11 @@ class Anatomy:
             UnknownNameError: for a part that the model does not have.
         """
         wanted = [self.main] if parts is None else [self.part(name) for name in parts]
-        owners = [owner for owner in self._owners if owner.part in wanted]
-        for owner in owners:
-            if owner.path not in self._read:
-                _refuse_declared(owner.module)
-                self._read[owner.path] = read_stack(owner)
-        return [self._read[owner.path] for owner in owners]
+        stacks = [stack for stack in self._stacks if stack.part in wanted]
+        for stack in stacks:
+            if not stack.attentions:
+                stack.read()
+        return stacks
 
     @property
     def device(self) -> torch.device:
@@ -269,24 +364,13 @@ class Anatomy:
         return hooked or not any(parameter.device.type == "meta" for parameter in self.model.parameters())
 
 
-def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) -> list[Stack]:
-    """`Anatomy.stacks` of a model."""
-    return Anatomy(model).stacks(parts)
-
-
-def _refuse_declared(model: PreTrainedModel) -> None:
-    refusal = architecture_of(model.config).refusal(model.config)
-    if refusal:
-        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
-
-
-def _names(owners: list[StackModules], model: PreTrainedModel) -> list[str]:
+def _names(stacks: list[Stack], model: PreTrainedModel) -> list[str]:
     """The names of the stacks of a model, by their paths below the base model.
 
     Classes with another head, or with one stack less, have the same names, because they load the same checkpoints.
     """
     base = "" if model.base_model is model else model.base_model_prefix
-    names = [_name(owner.path, base) for owner in owners]
+    names = [_name(stack.path, base) for stack in stacks]
     short = ["decoder" if "decoder" in name else "encoder" if "encoder" in name else name for name in names]
     return names if len(set(short)) < len(short) else short
 
@@ -295,11 +379,6 @@ def _name(path: str, base: str) -> str:
     if path == base:
         return "model"
     return path.removeprefix(f"{base}.").replace(".", "_") or "head"
-
-
-def natural_order(path: str) -> list[tuple[int, Any]]:
-    """A sort key that puts "layers.10" after "layers.9"."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:

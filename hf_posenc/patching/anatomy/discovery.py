@@ -1,4 +1,6 @@
-"""Finds the modules in which a stack uses positions, by their structure instead of by model name."""
+"""Reads the layers of a stack and its tables, by their structure instead of by model name, and what a scheme is built
+for in each layer.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +10,34 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, RelativeMechanism, Stack
+from hf_posenc.patching.anatomy.rotary_functions import (
+    first_angles,
+    has_inverse_frequencies,
+    has_layer_types,
+    inverse_frequencies_of,
+    pairing,
+)
+from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable, RelativeMechanism, table_weight
 from hf_posenc.patching.forwards import (
     INTERFACE,
     is_of_transformers,
     names_used,
-    parameters_of,
     rotary_names,
     unknown_seam,
 )
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.anatomy import StackModules
+    from hf_posenc.patching.anatomy.anatomy import Stack
 
 #: The config attribute with the number of tokens in the position table of an encoder that reads features.
 SOURCE_LENGTH = "max_source_positions"
@@ -44,99 +52,12 @@ def inner_part(module: nn.Module, config: Any) -> str | None:
 
 
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
-#: Attributes that hold the weight of a position table.
-WEIGHT_NAMES = ("weight", "weights")
 
 
-def table_weight(module: nn.Module) -> Tensor | None:
-    """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
-    for name in WEIGHT_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor) and value.dim() == 2:
-            return value
-    return None
-
-
-def table_origin(module: nn.Module) -> int:
-    """The row of the first real token.
-
-    OPT and BART have an `offset`; fairseq's tables (RoBERTa, M2M100) start after the padding row.
-    """
-    offset = getattr(module, "offset", None)
-    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
-        return offset
-    padding_idx = getattr(module, "padding_idx", None)
-    return 0 if padding_idx is None else int(padding_idx) + 1
-
-
-@dataclass
-class PositionTable(NamedModule):
-    """A module in which an architecture looks up the vectors of positions.
-
-    Args:
-        rows_before: number of rows before that of the first token which the module does not show.
-    """
-
-    rows_before: int = 0
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        weight = table_weight(self.module)
-        assert weight is not None
-        return weight
-
-    @property
-    def origin(self) -> int:
-        """The row of the first real token."""
-        return self.rows_before + table_origin(self.module)
-
-
-@dataclass
-class OwnedTable(NamedModule):
-    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
-
-    Args:
-        name: attribute that holds the table.
-        prefix_rows: number of rows before those of the input, for class tokens.
-        channels_first: whether the table is `(1, hidden, rows, columns)`.
-    """
-
-    name: str
-    prefix_rows: int
-    channels_first: bool = False
-
-    @property
-    def full_name(self) -> str:
-        """Path of the table below the stack."""
-        return f"{self.path}.{self.name}".lstrip(".")
-
-    @property
-    def value(self) -> Any:
-        """The parameter, tensor or embedding that holds the table."""
-        return getattr(self.module, self.name)
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
-        assert isinstance(weight, Tensor)
-        if self.channels_first:
-            return weight[0].flatten(1).T
-        return weight.reshape(-1, weight.shape[-1])
-
-    def in_order_of_tokens(self, others: int) -> Tensor:
-        """The table with the rows of all tokens without a place first, `(rows, hidden)`."""
-        weight, behind = self.weight, others - self.prefix_rows
-        if behind <= 0:
-            return weight
-        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
-
-
-def position_tables(modules: StackModules) -> list[PositionTable]:
+def position_tables(stack: Stack) -> list[PositionTable]:
     """The modules of a stack that are tables with a row for each position."""
-    architecture, config = modules.architecture, modules.module.config
-    named = modules.select(
+    architecture = stack.architecture
+    named = stack.select(
         lambda path, module: (
             path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
         )
@@ -145,7 +66,7 @@ def position_tables(modules: StackModules) -> list[PositionTable]:
         PositionTable(path, module, architecture.rows_before)
         for path, module in named
         if table_weight(module) is not None
-        and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))
+        and not any(inner_part(above, stack.config) for above in _on_the_way(path, stack.module))
     ]
 
 
@@ -169,61 +90,49 @@ _ROTATES_INPUT = "_apply_rotary_embedding"
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
 
-def read_stack(modules: StackModules) -> Stack:
-    """The attention layers, tables and rotary modules of a stack.
-
-    Raises:
-        UnsupportedError: for attention that a scheme would bypass.
-    """
-    stack = Stack(modules.name, modules.path, modules.module, modules.part, modules.architecture)
-    for path, candidate in modules.attentions:
-        reason = reason_to_skip(path, candidate, modules)
-        if reason is not None:
-            stack.skipped.append((path, reason))
-        else:
-            _refuse_indexer(path, candidate)
-            stack.attentions.append(_read_self_attention(path, candidate, modules, len(stack.attentions)))
-    _refuse_other_attention(stack, modules.members)
-    stack.layout = modules.kind.find(stack, modules)
-    tables = {id(table.module) for table in stack.tables}
-    rotaries = modules.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
-    stack.rotaries = [
-        NamedModule(path, module) for path, module in rotaries if "position_ids" in parameters_of(type(module).forward)
-    ]
-    _refuse_two_sequences(stack)
-    stack.first_layer = _first_layer(stack.module, stack.attentions[0].path, stack.layout.projection)
-    table, projection = stack.layout.table(stack), stack.layout.projection
-    shown = None if projection is None else int(projection.out_channels)
-    stack.hidden_size = (shown or first_int(stack.config, WIDTHS)) if table is None else table.shape[1]
-    return stack
-
-
-def attentions_of(modules: StackModules) -> list[tuple[str, nn.Module]]:
-    """Path and module of everything in a stack that computes attention."""
-    declared = modules.architecture.attention_classes
+def attentions_of(stack: Stack) -> list[tuple[str, nn.Module, str | None]]:
+    """Path and module of everything in a stack that computes attention, and why it is left alone, or `None`."""
+    declared = stack.architecture.attention_classes
     if declared:
-        return modules.select(lambda path, module: type(module).__name__ in declared)
-    forwards = {type(module).forward for _, module in modules.members}
-    through_interface = {forward for forward in forwards if _uses_interface(forward)}
-    found = modules.select(lambda path, module: type(module).forward in through_interface)
-    return found or modules.select(lambda path, module: _computes_scores(module))
+        found = stack.select(lambda path, module: type(module).__name__ in declared)
+    else:
+        forwards = {type(module).forward for _, module in stack.members}
+        through_interface = {forward for forward in forwards if _uses_interface(forward)}
+        found = stack.select(lambda path, module: type(module).forward in through_interface)
+        found = found or stack.select(lambda path, module: _computes_scores(module))
+    return [(path, module, _reason_to_skip(path, module, stack)) for path, module in found]
 
 
-def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> str | None:
+def _reason_to_skip(path: str, attention: nn.Module, stack: Stack) -> str | None:
     """Why an attention module of a stack is left alone; `None` if it is patched."""
     named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
     if named or getattr(attention, "is_cross_attention", False) is True:
         return CROSS_ATTENTION
-    for left_alone in (modules.kind.left_alone, modules.architecture.left_alone):
+    for left_alone in (stack.kind.left_alone, stack.architecture.left_alone):
         if left_alone is not None and re.search(left_alone[0], path):
             return left_alone[1]
-    part = inner_part(attention, modules.module.config)
+    part = inner_part(attention, stack.module.config)
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
 
 
-def _read_self_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> AttentionLayer:
-    config, architecture = modules.module.config, modules.architecture
-    found = _read_attention(path, module, config, architecture, order)
+def read_attentions(stack: Stack) -> list[AttentionLayer]:
+    """The self-attention layers of a stack, in order.
+
+    Raises:
+        UnsupportedError: for attention that a scheme would bypass.
+    """
+    layers: list[AttentionLayer] = []
+    for path, module in stack.self_attentions:
+        _refuse_indexer(path, module)
+        layers.append(_read_self_attention(path, module, stack, len(layers)))
+    _refuse_other_attention(stack)
+    _refuse_two_sequences(stack)
+    return layers
+
+
+def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
+    config, architecture = stack.module.config, stack.architecture
+    found = _read_attention(path, module, stack, order)
     layer_types = getattr(config, "layer_types", None)
     layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
     if layer_type is None and layer_types and found.layer < len(layer_types):
@@ -233,54 +142,50 @@ def _read_self_attention(path: str, module: nn.Module, modules: StackModules, or
         rotary_functions=rotary_names(inspect.unwrap(type(module).forward)),
         num_cached_heads=min(first_int(module, _KEY_HEADS) or found.num_cached_heads, found.num_cached_heads),
         layer_type=layer_type if isinstance(layer_type, str) else None,
-        causal=_is_causal(module, modules),
-        window=modules.kind.window_of(module, config),
+        causal=_is_causal(module, stack),
+        window=stack.kind.window_of(module, config),
         relative=_find_relative(module),
         sparse=bool(architecture.sparse) and architecture.is_sparse(module, config),
+        reads_earlier_keys=bool(getattr(module, "is_kv_shared_layer", False)),
     )
 
 
 def cross_attentions(stack: Stack) -> list[AttentionLayer]:
     """The cross-attention layers of a stack, in order."""
-    paths = [path for path, reason in stack.skipped if reason == CROSS_ATTENTION]
-    return [
-        _read_attention(path, stack.module.get_submodule(path), stack.config, stack.architecture, order)
-        for order, path in enumerate(paths)
-    ]
+    return [_read_attention(path, module, stack, order) for order, (path, module) in enumerate(stack.cross_attentions)]
 
 
-def _read_attention(
-    path: str, module: nn.Module, config: Any, architecture: Architecture, order: int
-) -> AttentionLayer:
+def _read_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
     """What is known of any attention layer, which is the `order`-th of its stack."""
+    architecture = stack.architecture
     layer = next((int(part) for part in path.split(".") if part.isdigit()), order)
-    num_heads, head_dim = _head_shape(module, config, architecture)
+    num_heads, head_dim = _head_shape(module, stack.module.config, architecture)
     key_heads = _key_value_heads(module, num_heads, architecture)
-    uses = _uses_interface(type(module).forward)
-    shape = (num_heads, key_heads, key_heads, head_dim)
-    return AttentionLayer(path, module, layer, uses, [], *shape, layer_type=None, causal=False)
+    uses_interface = _uses_interface(type(module).forward)
+    return AttentionLayer(path, module, layer, uses_interface, num_heads, key_heads, key_heads, head_dim)
 
 
-def _is_causal(module: nn.Module, modules: StackModules) -> bool:
+def _is_causal(module: nn.Module, stack: Stack) -> bool:
     """Whether attention is causal, according to the declaration, or else to the stack and the attention module.
 
     An attention module with `is_causal=False` may still be causal because of its mask, as in the decoders of NLLB-MoE,
     BigBird-Pegasus, and UMT5 before transformers 5.18. A decoder stack therefore counts as causal.
     `refuse_misread_causality` checks such contradictions by running the model.
     """
-    stack: PreTrainedModel = modules.module
-    declared, of_kind = modules.architecture.causal, modules.kind.is_causal(module)
+    declared, of_kind = stack.architecture.causal, stack.kind.is_causal(module)
     if declared is not None:
         return declared(stack.config) if callable(declared) else declared
     if of_kind is not None:
         return of_kind
     own = getattr(module, "is_causal", None)
-    kind = type(stack).__name__
+    kind = type(stack.module).__name__
     encodes = "Encoder" in kind
-    is_decoder = "Decoder" in kind or any(getattr(one, "is_decoder", False) for one in (stack.config, stack))
+    is_decoder = "Decoder" in kind or any(
+        getattr(one, "is_decoder", False) for one in (stack.module.config, stack.module)
+    )
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
     decodes = is_decoder and not (encodes and own is False)
-    if own is True or decodes or names_used(type(stack).forward) >= _CAUSAL_CALL:
+    if own is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
         return True
     if own is False or encodes:
         return False
@@ -305,15 +210,15 @@ def _computes_scores(module: nn.Module) -> bool:
     return not any("Attention" in type(child).__name__ for child in below)
 
 
-def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) -> None:
+def _refuse_other_attention(stack: Stack) -> None:
     """Refuses attention of other code in a stack of transformers that would keep its positions, or lose its code."""
     if not is_of_transformers(type(stack.module).__module__):
         return
-    known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
-    places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
+    known = {path for path, _, _ in stack.computing_attention}
+    places = {_LAYER.sub("*", path, count=1) for path, _ in stack.self_attentions}
     layers = {path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]) for path in known}
     lists = {layer.rpartition(".")[0] for layer in layers}
-    for path, module in modules:
+    for path, module in stack.members:
         layer, forward = path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]), type(module).forward
         alone = layer not in layers and layer.rpartition(".")[0] in lists and _computes_scores(module)
         if not alone and _LAYER.sub("*", path, count=1) not in places:
@@ -346,7 +251,7 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
 
 
 def _refuse_two_sequences(stack: Stack) -> None:
-    sides = {attention.path.split(".")[0] for attention in stack.attentions} & {"encoder", "decoder"}
+    sides = {path.split(".")[0] for path, _ in stack.self_attentions} & {"encoder", "decoder"}
     if len(sides) == 2:
         raise UnsupportedError(
             f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
@@ -424,7 +329,7 @@ def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Te
     return torch.cat([column.detach() for column in columns], dim=1)
 
 
-def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
+def first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
     """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
 
     A stage that projects pixels to patches, or is a list itself, contains layers and is not a layer.
@@ -439,3 +344,93 @@ def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | 
             if first is None or projection is None or all(module is not projection for module in first.modules()):
                 return first
     return None
+
+
+def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
+    """The `BuildContext` of one attention layer."""
+    config = stack.module.config
+    table = stack.layout.table(stack)
+    stated = first_int(config, ("max_position_embeddings", "n_positions"))
+    max_positions = stated if table is None else table.shape[0]
+    logit_terms = stack.architecture.logit_terms
+    deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
+    return BuildContext(
+        hidden_size=stack.hidden_size,
+        num_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        rotary_dim=native_rotary_dim(stack, attention),
+        causal=attention.causal,
+        max_positions=max_positions if max_positions > 0 else None,
+        num_key_value_heads=attention.num_key_value_heads,
+        # Zamba's shared layers read the embeddings in addition to the hidden states.
+        layer_input_size=getattr(attention.module, "attention_hidden_size", None),
+        initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
+        logit_terms=1 if logit_terms is None else logit_terms(attention.module),
+    )
+
+
+def spans_of(stacks: list[Stack]) -> list[str | None]:
+    """The type of every layer, up to the last one with attention; `None` where no window is known.
+
+    Models such as Mistral have one window for all layers. It limits distances if it is no longer than the trained
+    length, so the config must have its native lengths.
+    """
+    types: dict[int, str | None] = {}
+    for stack in stacks:
+        config = stack.config
+        # A config that differs between layers refuses to read an attribute of all.
+        window = None if getattr(config, "is_heterogeneous", False) else getattr(config, "sliding_window", None)
+        longest = getattr(config, "max_position_embeddings", None) or 0
+        windowed = isinstance(window, int) and 0 < window <= longest and getattr(config, "use_sliding_window", True)
+        for attention in stack.attentions:
+            types[attention.layer] = attention.layer_type or ("sliding_attention" if windowed else None)
+    return [types.get(layer) for layer in range(max(types) + 1)]
+
+
+def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
+    """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
+    if not attention.rotary_functions:
+        return None
+    if stack.layout.has_axes:
+        return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
+    own = first_int(attention.module, ("rotary_dim",)) or None
+    if not stack.rotaries:
+        return own
+    rotary = stack.rotaries[0].module
+    if has_inverse_frequencies(rotary, attention.layer_type):
+        return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
+    # Some architectures do not rotate in layers of one type.
+    return None if has_layer_types(rotary) else own or 2 * first_angles(rotary, 2).shape[-1]
+
+
+def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:
+    """The config with every unset layout replaced by the pairing that the architecture was trained with."""
+    children = config.children().items()
+    config = config.with_children({place: with_layout(child, stack, attention) for place, child in children})
+    if not config.leaves_layout_open:
+        return config
+    rotary: Any = config
+    return dataclasses.replace(rotary, layout=stack.architecture.pairing or native_pairing(stack, attention) or "half")
+
+
+def native_pairing(stack: Stack, attention: AttentionLayer) -> str | None:
+    """The pairing of the layer's native rotary function, or `None` if it has none."""
+    if not attention.rotary_functions:
+        return None
+    forward = inspect.unwrap(type(attention.module).forward)
+    return pairing(forward.__globals__[native_rotary_function(attention)])
+
+
+def native_rotary_function(attention: AttentionLayer) -> str:
+    """The name of the rotary function that a layer uses; if its code has two, the one its config selects."""
+    names = attention.rotary_functions
+    if len(names) == 1:
+        return names[0]
+    interleave = getattr(attention.module.config, "rope_interleave", None)
+    matching = [name for name in names if ("interleave" in name) == bool(interleave)]
+    if interleave is None or len(matching) != 1:
+        raise UnsupportedError(
+            f"{attention.path} has several rotary functions ({', '.join(names)}), and its config does not show which "
+            "one is used."
+        )
+    return matching[0]

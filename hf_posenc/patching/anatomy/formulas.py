@@ -31,7 +31,7 @@ from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.sites import Stack
+    from hf_posenc.patching.anatomy.anatomy import Stack
 
 #: Number of positions up to which the phases of a module with fixed frequencies are compared.
 _FAR = 5000

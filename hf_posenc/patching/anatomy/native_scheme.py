@@ -11,13 +11,15 @@ import inspect
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
+from hf_posenc.patching.anatomy.discovery import build_context
 from hf_posenc.patching.anatomy.formulas import (
     check_fixed_tables,
     describes,
@@ -27,7 +29,7 @@ from hf_posenc.patching.anatomy.formulas import (
 )
 from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial, build_context
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.patching.forwards import rebind
 from hf_posenc.schemes import (
@@ -42,6 +44,9 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.mrope import AXES
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.transaction import Transaction
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5
@@ -61,7 +66,7 @@ class Rotation:
     phases: Tensor
 
 
-def _observe_rotations(trial: Trial, stacks: list[Stack]) -> dict[str, Rotation]:
+def _observe_rotations(trial: Transaction, stacks: list[Stack]) -> dict[str, Rotation]:
     """Runs the stock model on three tokens; returns the rotation of every layer that rotated, by attention path.
 
     Raises:
@@ -98,7 +103,7 @@ def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
     return record
 
 
-def find_native_scheme(trial: Trial, stacks: list[Stack]) -> SchemeConfig:
+def find_native_scheme(trial: Transaction, stacks: list[Stack]) -> SchemeConfig:
     """The scheme of verified stacks of a stock model, with its parameters. See `native_scheme`.
 
     Raises:
@@ -135,14 +140,14 @@ def declared_scheme(stack: Stack) -> SchemeConfig | None:
         UnsupportedError: if no scheme describes a declared mechanism.
     """
     architecture = stack.architecture
-    if not architecture.mechanism and not architecture.rotary_method:
-        return None
-    if architecture.native is None:
+    if architecture.native is not None:
+        return architecture.native(stack)
+    if architecture.mechanism or architecture.rotary_method:
         raise undescribed(
             f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'undeclared'}) is not "
             "among the schemes of this library."
         )
-    return architecture.native(stack)
+    return None
 
 
 def layer_schemes(stack: Stack, vectors: list[SchemeConfig], rotations: Mapping[str, Rotation]) -> SchemeConfig:
@@ -185,9 +190,6 @@ def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()
-    declared = None if stack.architecture.native is None else stack.architecture.native(stack)
-    if declared is not None:
-        return declared
     rotary, layer_type = _source(stack, rotation, attention.layer_type)
     return _rotary_config(stack, attention, rotary, layer_type, rotation)
 
@@ -278,9 +280,8 @@ def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> S
         return None
     try:
         found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
-        if isinstance(found, RopeConfig):
-            return dataclasses.replace(found, rotary_dim=width, layout=layout, partial_rotary_factor=None)
-        return dataclasses.replace(found, rotary_dim=width, layout=layout)
+        stated: dict[str, Any] = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
+        return dataclasses.replace(found, rotary_dim=width, layout=layout, **stated)
     except (PositionEncodingError, ValueError, KeyError, TypeError):
         # This library has no config for these parameters, so the scheme is described by its frequencies.
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack, layout_of
 from hf_posenc.patching.anatomy.architectures import architecture_of
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, layout_of
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.preserve import without_trace
 
@@ -53,8 +54,7 @@ def run_briefly(
     stacks: list[Stack],
     length: int,
     *,
-    constant: bool = False,
-    change: Callable[[dict[str, Any], int], dict[str, Any]] = lambda arguments, length: arguments,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> list[Any]:
     """Runs stacks on a few tokens, without a trace. Returns the output of every subject.
 
@@ -62,17 +62,14 @@ def run_briefly(
         anatomy: the anatomy of their model.
         stacks: the stacks.
         length: number of tokens. Images and series have a fixed size instead.
-        constant: whether all numbers of a series or an image are equal.
-        change: changes the arguments of a run on `length` tokens.
+        change: returns the arguments of a run, given the usual ones.
 
     Raises:
         NotRunnableError: if it is unknown what a subject reads, or it fails.
     """
     device = anatomy.device
     with without_trace(anatomy.model, device):
-        return [
-            _run(one, change(_arguments(one, device, length, constant), length)) for one in _subjects(anatomy, stacks)
-        ]
+        return [_run(one, change(_arguments(one, device, length))) for one in _subjects(anatomy, stacks)]
 
 
 def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
@@ -90,7 +87,7 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def _arguments(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> dict[str, Any]:
+def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> dict[str, Any]:
     """The arguments of a run where the module is, and of its dtype."""
     declared = architecture_of(module.config).example_inputs
     if declared is None:
@@ -102,8 +99,13 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
     else:
         given = declared(module, length)
     tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
-    real = {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
-    return given | tensors | ({name: torch.ones_like(one) for name, one in real.items()} if constant else real)
+    return given | tensors | {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
+
+
+def all_equal(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a run, in which all numbers of a series or an image are equal."""
+    real = {name: one for name, one in arguments.items() if isinstance(one, Tensor) and one.is_floating_point()}
+    return arguments | {name: torch.ones_like(one) for name, one in real.items()}
 
 
 def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
@@ -150,8 +152,14 @@ def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
     return found, tokens.transpose(0, 1) if stack.architecture.time_major else tokens
 
 
-def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments with one tensor replaced by another one."""
+def with_tokens(stack: Stack, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Any:
+    """Returns the arguments of a call with other vectors of tokens, `(batch, length, hidden)`."""
+    found = tokens_of(stack, (*args, *kwargs.values()))[0]
+    assert found is not None
+    other = found.clone(memory_format=torch.contiguous_format)
+    view = tokens_of(stack, other)[1]
+    assert view is not None
+    view.copy_(tokens)
     return (
         tuple(other if value is found else value for value in args),
         {name: other if value is found else value for name, value in kwargs.items()},
@@ -201,14 +209,10 @@ def attended_twice(stack: Stack, chosen: Callable[[int], list[int]]) -> Iterator
 
     def run_again(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         before.clear()
-        found, tokens = tokens_of(stack, (*args, *kwargs.values()))
-        if found is None or tokens is None:
+        tokens = tokens_of(stack, (*args, *kwargs.values()))[1]
+        if tokens is None:
             return
-        other = found.clone(memory_format=torch.contiguous_format)
-        changed = tokens_of(stack, other)[1]
-        assert changed is not None
-        changed.copy_(tokens[:, chosen(tokens.shape[1])])
-        args, kwargs = exchanged(found, other, args, kwargs)
+        args, kwargs = with_tokens(stack, args, kwargs, tokens[:, chosen(tokens.shape[1])])
         result = tokens_of(stack, module.forward(*args, **kwargs))[1]
         before.extend(() if result is None else (result,))
 
@@ -242,12 +246,19 @@ _TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "h
 _AMPLIFICATION = 8.0
 
 
+class _SeenError(BaseException):
+    """Ends a run that has shown what it was made for."""
+
+
 class TokenOrder:
     """Observes a run of one stack on two rows, which hold the same tokens in two orders.
 
     In front of every layer, and of its attention, the second row becomes the first in the other order, because
     the layers before may have distinguished tokens by what they see. Without positions, attention then computes
     the same output for the last token, and bidirectional attention for all tokens.
+
+    Which keys sparse attention reads may depend on their order, so a run of a stack that has some ends at the input of
+    its first layer.
 
     Args:
         stack: the stack, in which no scheme and no native mechanism is active.
@@ -268,13 +279,15 @@ class TokenOrder:
         """Context manager in which the layers of the stack are observed."""
         with ExitStack() as handles:
             stack = self.stack
-            paths = filter(None, (_layer_path(attention.path) for attention in stack.attentions))
+            handles.enter_context(suppress(_SeenError))
+            attentions = [] if stack.sparse else stack.attentions
+            paths = filter(None, (_layer_path(attention.path) for attention in attentions))
             layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
             for layer in layers.values():
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
-            for attention in stack.attentions:
+            for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
                 check = functools.partial(self._check_output, attention)
                 handles.enter_context(attention.module.register_forward_pre_hook(reorder, with_kwargs=True))
@@ -286,16 +299,18 @@ class TokenOrder:
         # Only the layer that runs first gets embeddings. In a model that loops, it need not be the first of the list.
         if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
             self._note(EMBEDDED)
+        if self.stack.sparse:
+            raise _SeenError
         self._embedded = True
         self._in_order = rows is not None
-        return self._reordered(args, kwargs)
+        return self._reordered(rows, args, kwargs)
 
     def _reorder_attention(self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
         rows = self._rows((*args, *kwargs.values()))
         if self._in_order and rows is not None and self._is_positional(rows, strict=False):
             self._note(f"the input of {attention.path} depends on the position of tokens")
         self._in_order = False  # Another attention of the same layer gets what this one has seen.
-        return self._reordered(args, kwargs, _AMPLIFICATION)
+        return self._reordered(rows, args, kwargs, _AMPLIFICATION)
 
     def _check_output(
         self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
@@ -312,6 +327,8 @@ class TokenOrder:
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
         """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""
+        if self.stack.sparse:
+            rows = rows[:, :_LENGTH]  # Padding follows, until the number of tokens is a multiple of a window.
         several, rest = divmod(rows.shape[1], _LENGTH)
         # A module may have made several vectors of each token.
         ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
@@ -328,41 +345,28 @@ class TokenOrder:
         known = rows is not None and rows.is_floating_point() and rows.shape[0] == 2 and rows.shape[1] >= _LENGTH
         return rows if known else None
 
-    def _reordered(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 1.0) -> Any:
+    def _reordered(self, rows: Tensor | None, args: Any, kwargs: dict[str, Any], factor: float = 1.0) -> Any:
         """The arguments, in which the second row of the hidden states is the first in the other order."""
-        found, rows = tokens_of(self.stack, (*args, *kwargs.values()))
-        if found is None or rows is None or self._rows(found) is None:
+        if rows is None:
             return None
         before = rows.shape[1] - _LENGTH
         row = rows[0] * factor if torch.finfo(rows.dtype).bits < 32 else rows[0]
-        changed = found.clone(memory_format=torch.contiguous_format)
-        view = tokens_of(self.stack, changed)[1]
-        assert view is not None
-        view.copy_(torch.stack([row, row[[*range(before), *(before + place for place in ORDER)]]]))
-        return exchanged(found, changed, args, kwargs)
+        other = row[[*range(before), *(before + place for place in ORDER)]]
+        return with_tokens(self.stack, args, kwargs, torch.stack([row, other]))
 
 
-def one_word(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """The arguments of a run on `length` tokens, with all tokens replaced by the first one."""
-
-    def repeated(name: str, value: Any) -> Any:
-        return value[:, :1].expand_as(value).contiguous() if name in _TOKENS else value
-
-    return {name: repeated(name, value) for name, value in arguments.items()}
+def in_both_orders(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a run on one row of three tokens, with the row in the other order below it."""
+    return {name: _in_both_orders(name, value) for name, value in arguments.items()}
 
 
-def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """The arguments of a run on one row of `length` tokens, with the row in the other order below it."""
-    return {name: _in_both_orders(name, value, length) for name, value in arguments.items()}
-
-
-def _in_both_orders(name: str, value: Any, length: int) -> Any:
+def _in_both_orders(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape[:1] != (1,) or (value.dim() == 2 and value.is_floating_point()):
         return value  # A vector applies to both rows.
     other = value
     if name in _TOKENS:
         # One question with one choice has another axis before that of the tokens.
-        axis = 1 if value.shape[1] == length else 2
+        axis = 1 if value.shape[1] == _LENGTH else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))
     return torch.cat([value, other])
 

@@ -1,35 +1,17 @@
-"""The modules of a stack that use positions, as found by discovery, and what the parts of a scheme are built from.
-
-The kinds of tokens that a stack may have are in `patching/layouts`.
-"""
+"""The modules in which positions act, as discovery finds them: attention layers and tables."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.rotary_functions import (
-    first_angles,
-    has_inverse_frequencies,
-    has_layer_types,
-    inverse_frequencies_of,
-    pairing,
-)
-from hf_posenc.patching.forwards import forward_parameters
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.architectures import Architecture
-    from hf_posenc.patching.anatomy.discovery import PositionTable
-    from hf_posenc.patching.layouts.layout import Layout
+    pass
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
 FixedTable = tuple[nn.Module, str]
@@ -70,37 +52,34 @@ class AttentionLayer:
         module: the attention module.
         layer: index of the decoder or encoder layer it belongs to.
         uses_interface: whether it goes through transformers' attention interface.
-        rotary_functions: names of the rotary functions its forward calls.
         num_heads: number of query heads.
         num_key_value_heads: number of key heads.
         num_cached_heads: number of key heads that it caches: fewer, if it repeats them after the cache (JetMoe).
         head_dim: width of a head.
+        rotary_functions: names of the rotary functions its forward calls.
         layer_type: the layer's entry in `config.layer_types`, if there is one.
         causal: whether queries see only keys at or before them.
         window: sizes of the windows of patches that it states, `(rows, columns)`.
         relative: its relative mechanism, or `None`.
         sparse: whether it never computes the logits of all pairs of tokens. It is not patched, and takes no scheme.
+        reads_earlier_keys: whether it reads the keys of an earlier layer, already mapped (Gemma 3n and 4).
     """
 
     path: str
     module: Any
     layer: int
     uses_interface: bool
-    rotary_functions: list[str]
     num_heads: int
     num_key_value_heads: int
     num_cached_heads: int
     head_dim: int
-    layer_type: str | None
-    causal: bool
+    rotary_functions: list[str] = field(default_factory=list)
+    layer_type: str | None = None
+    causal: bool = False
     window: tuple[int, ...] | None = None
     relative: RelativeMechanism | None = None
     sparse: bool = False
-
-    @property
-    def reads_earlier_keys(self) -> bool:
-        """Whether it reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
-        return bool(getattr(self.module, "is_kv_shared_layer", False))
+    reads_earlier_keys: bool = False
 
 
 @dataclass
@@ -116,178 +95,90 @@ class NamedModule:
     module: Any
 
 
+#: Attributes that hold the weight of a position table.
+WEIGHT_NAMES = ("weight", "weights")
+
+
+def table_weight(module: nn.Module) -> Tensor | None:
+    """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
+    for name in WEIGHT_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value
+    return None
+
+
+def table_origin(module: nn.Module) -> int:
+    """The row of the first real token.
+
+    OPT and BART have an `offset`; fairseq's tables (RoBERTa, M2M100) start after the padding row.
+    """
+    offset = getattr(module, "offset", None)
+    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
+        return offset
+    padding_idx = getattr(module, "padding_idx", None)
+    return 0 if padding_idx is None else int(padding_idx) + 1
+
+
 @dataclass
-class Stack:
-    """One `PreTrainedModel` that owns attention layers, and all its modules that use positions.
+class PositionTable(NamedModule):
+    """A module in which an architecture looks up the vectors of positions.
 
     Args:
-        name: "encoder", "decoder" or "model".
-        path: path below the patched model; empty for the model itself.
-        module: the stack.
-        part: the part of the model that it belongs to, such as "text".
-        architecture: the declaration of its architecture.
-        attentions: its self-attention layers, in order.
-        tables: its position tables.
-        rotaries: its rotary modules.
-        first_layer: the module whose input is the embedded sequence.
-        hidden_size: width of the hidden states that the first layer receives.
-        layout: the kind of its tokens.
-        skipped: attention-like modules that are not patched, with the reason (cross-attention).
+        rows_before: number of rows before that of the first token which the module does not show.
+    """
+
+    rows_before: int = 0
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.module)
+        assert weight is not None
+        return weight
+
+    @property
+    def origin(self) -> int:
+        """The row of the first real token."""
+        return self.rows_before + table_origin(self.module)
+
+
+@dataclass
+class OwnedTable(NamedModule):
+    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
+
+    Args:
+        name: attribute that holds the table.
+        prefix_rows: number of rows before those of the input, for class tokens.
+        channels_first: whether the table is `(1, hidden, rows, columns)`.
     """
 
     name: str
-    path: str
-    module: Any
-    part: str
-    architecture: Architecture
-    attentions: list[AttentionLayer] = field(default_factory=list)
-    tables: list[PositionTable] = field(default_factory=list)
-    rotaries: list[NamedModule] = field(default_factory=list)
-    first_layer: nn.Module | None = None
-    hidden_size: int = 0
-    layout: Layout = field(init=False)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    prefix_rows: int
+    channels_first: bool = False
 
     @property
-    def config(self) -> Any:
-        """The stack's own config."""
-        return self.module.config
+    def full_name(self) -> str:
+        """Path of the table below the stack."""
+        return f"{self.path}.{self.name}".lstrip(".")
 
     @property
-    def causal(self) -> bool:
-        """Whether its attention is causal."""
-        return all(attention.causal for attention in self.attentions)
+    def value(self) -> Any:
+        """The parameter, tensor or embedding that holds the table."""
+        return getattr(self.module, self.name)
 
     @property
-    def sparse(self) -> bool:
-        """Whether some of its attention never computes the logits of all pairs of tokens."""
-        return any(attention.sparse for attention in self.attentions)
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
+        assert isinstance(weight, Tensor)
+        if self.channels_first:
+            return weight[0].flatten(1).T
+        return weight.reshape(-1, weight.shape[-1])
 
-    @property
-    def mechanism(self) -> str | None:
-        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
-        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
-        return self.architecture.mechanism or next((found.description for found in relative), None)
-
-    def layers(self) -> list[int]:
-        """Indices of the layers that hold attention."""
-        return sorted({attention.layer for attention in self.attentions})
-
-
-class Trial(Protocol):
-    """A stock model that is changed for short runs. A transaction makes the changes and takes them back."""
-
-    @property
-    def anatomy(self) -> Anatomy:
-        """The anatomy of the model."""
-
-    def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> AbstractContextManager[Any]:
-        """Context manager that yields the encoding with which some stacks run."""
-
-    def with_forwards(self, forwards: list[tuple[nn.Module, Any]]) -> AbstractContextManager[None]:
-        """Context manager in which some modules have other forwards."""
-
-
-_KINDS: list[type[Layout]] = []
-
-
-def register_layouts(*kinds: type[Layout]) -> None:
-    """Registers kinds of tokens. The first one that recognises a model is taken."""
-    _KINDS.extend(kinds)
-
-
-def layout_of(module: PreTrainedModel) -> type[Layout]:
-    """The kind of tokens of a stack, or of a part of a model. With `input_ids`, it is a kind that takes tokens."""
-    reads_ids = "input_ids" in forward_parameters(type(module))
-    return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
-
-
-def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
-    """The `BuildContext` of one attention layer."""
-    config = stack.config
-    max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    table = stack.layout.table(stack)
-    max_positions = max_positions if table is None else table.shape[0]
-    logit_terms = stack.architecture.logit_terms
-    deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
-    return BuildContext(
-        hidden_size=stack.hidden_size,
-        num_heads=attention.num_heads,
-        head_dim=attention.head_dim,
-        rotary_dim=native_rotary_dim(stack, attention),
-        causal=attention.causal,
-        max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
-        num_key_value_heads=attention.num_key_value_heads,
-        # Zamba's shared layers read the embeddings in addition to the hidden states.
-        layer_input_size=getattr(attention.module, "attention_hidden_size", None),
-        initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
-        logit_terms=1 if logit_terms is None else logit_terms(attention.module),
-    )
-
-
-def spans_of(stacks: list[Stack]) -> list[str | None]:
-    """The type of every layer, up to the last one with attention; `None` where no window is known.
-
-    Models such as Mistral have one window for all layers. It limits distances if it is no longer than the trained
-    length, so the config must have its native lengths.
-    """
-    types: dict[int, str | None] = {}
-    for stack in stacks:
-        config = stack.config
-        # A config that differs between layers refuses to read an attribute of all.
-        window = None if getattr(config, "is_heterogeneous", False) else getattr(config, "sliding_window", None)
-        longest = getattr(config, "max_position_embeddings", None) or 0
-        windowed = isinstance(window, int) and 0 < window <= longest and getattr(config, "use_sliding_window", True)
-        for attention in stack.attentions:
-            types[attention.layer] = attention.layer_type or ("sliding_attention" if windowed else None)
-    return [types.get(layer) for layer in range(max(types) + 1)]
-
-
-def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
-    """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
-    if not attention.rotary_functions:
-        return None
-    if stack.layout.has_axes:
-        return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
-    own = getattr(attention.module, "rotary_dim", None)
-    own = own if isinstance(own, int) and own > 0 else None
-    if not stack.rotaries:
-        return own
-    rotary = stack.rotaries[0].module
-    if has_inverse_frequencies(rotary, attention.layer_type):
-        return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
-    # Some architectures do not rotate in layers of one type.
-    return None if has_layer_types(rotary) else own or 2 * first_angles(rotary, 2).shape[-1]
-
-
-def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:
-    """The config with every unset layout replaced by the pairing that the architecture was trained with."""
-    children = config.children().items()
-    config = config.with_children({place: with_layout(child, stack, attention) for place, child in children})
-    if not config.leaves_layout_open:
-        return config
-    rotary: Any = config
-    return dataclasses.replace(rotary, layout=stack.architecture.pairing or native_pairing(stack, attention) or "half")
-
-
-def native_pairing(stack: Stack, attention: AttentionLayer) -> str | None:
-    """The pairing of the layer's native rotary function, or `None` if it has none."""
-    if not attention.rotary_functions:
-        return None
-    forward = inspect.unwrap(type(attention.module).forward)
-    return pairing(forward.__globals__[native_rotary_function(attention)])
-
-
-def native_rotary_function(attention: AttentionLayer) -> str:
-    """The name of the rotary function that a layer uses; if its code has two, the one its config selects."""
-    names = attention.rotary_functions
-    if len(names) == 1:
-        return names[0]
-    interleave = getattr(attention.module.config, "rope_interleave", None)
-    matching = [name for name in names if ("interleave" in name) == bool(interleave)]
-    if interleave is None or len(matching) != 1:
-        raise UnsupportedError(
-            f"{attention.path} has several rotary functions ({', '.join(names)}), and its config does not show which "
-            "one is used."
-        )
-    return matching[0]
+    def in_order_of_tokens(self, others: int) -> Tensor:
+        """The table with the rows of all tokens without a place first, `(rows, hidden)`."""
+        weight, behind = self.weight, others - self.prefix_rows
+        if behind <= 0:
+            return weight
+        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])

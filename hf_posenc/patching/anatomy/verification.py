@@ -7,7 +7,7 @@ they are valid for any version of transformers.
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.short_runs import (
     EMBEDDED,
     ORDER,
     NotRunnableError,
     TokenOrder,
+    all_equal,
     attended_twice,
     distance,
     embedded,
     has_convolution,
     in_both_orders,
-    one_word,
     run_briefly,
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.anatomy.sites import Stack, Trial
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
@@ -40,6 +40,7 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
+    from hf_posenc.patching.place.transaction import Transaction
 
 #: Number of tokens in runs that exchange two tokens, and in runs whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
@@ -95,39 +96,34 @@ def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
     return None
 
 
-def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Trial) -> None:
+def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transaction) -> None:
     """Refuses stacks in which positions act although every mechanism that was found is disabled.
 
     Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
     position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
     embeddings, in the forward of an attention class and in an attention function, no matter who wrote them.
 
-    Text with sparse attention: one word, repeated, must be the same vector everywhere at the input of the first layer.
-    Which keys such attention reads may depend on their order.
+    Of text with sparse attention, only the input of the first layer is compared.
 
     Features and pixels: in stacks in which nothing was found, whose mechanism is disabled by a declaration, or with
     code from outside transformers, some tokens close to each other must be equal at the input of the first layer if all
     frames of a series or pixels of an image are, and the first attention must not depend on the order of its keys. The
     latter is not compared for attention with a convolution over its keys.
     """
-    text: list[Stack] = []
-    sparse: list[Stack] = []
-    for stack in stacks:
-        if stack.layout.takes_tokens:
-            (sparse if stack.sparse else text).append(stack)
+    text = [stack for stack in stacks if stack.layout.takes_tokens]
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
     silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
-    if silenced or text or sparse:
+    if silenced or text:
         with trial.with_scheme(NoneConfig(), stacks):
             if silenced:
                 _refuse_positions_of_features(anatomy, silenced)
-            for found, check in ((text, _refuse_order_of_tokens), (sparse, _refuse_places_of_words)):
+            for found in ([one for one in text if not one.sparse], *([one] for one in text if one.sparse)):
                 try:
                     if found:
-                        check(anatomy, found)
+                        _refuse_order_of_tokens(anatomy, found)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
                     if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in found):
@@ -145,30 +141,8 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
             raise _acting_nevertheless(stack, one.problem)
 
 
-class _Seen(BaseException):
-    """Ends a run that has shown what it was made for."""
-
-
-def _stop(module: nn.Module, args: Any) -> None:
-    raise _Seen
-
-
-def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
-    for stack in stacks:
-        with embedded(stack) as found, ExitStack() as until_then:
-            if stack.first_layer is not None:
-                # Short texts are padded to a window of several hundred tokens, so the layers are not run.
-                until_then.enter_context(suppress(_Seen))
-                until_then.enter_context(stack.first_layer.register_forward_pre_hook(_stop))
-            run_briefly(anatomy, [stack], len(ORDER), change=one_word)
-        # Architectures append tokens until their number is a multiple of a window.
-        words = found[0][0, : len(ORDER)] if found else None
-        if words is not None and any(distance(words[0], word) > 0 for word in words):
-            raise _acting_nevertheless(stack, EMBEDDED)
-
-
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
-    inputs = seen_briefly(anatomy, stacks, len(ORDER), embedded, constant=True)
+    inputs = seen_briefly(anatomy, stacks, len(ORDER), embedded, change=all_equal)
     for stack, found in zip(stacks, inputs, strict=True):
         # Convolutions see the edges, so not all tokens are equal.
         if stack.layout.is_comparable(stack, found[0] if found else None):
@@ -199,9 +173,7 @@ def _is_silenced(stack: Stack) -> bool:
 
 def _nothing_found(stack: Stack) -> bool:
     rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
-    architecture = stack.architecture
-    declared = stack.mechanism or architecture.rotary_method or architecture.native
-    return not (rotates or declared or stack.layout.vector_sites(stack) or stack.layout.biases)
+    return not (rotates or _is_silenced(stack) or stack.architecture.native or stack.layout.vector_sites(stack))
 
 
 def _before_the_last(tokens: int) -> list[int]:
@@ -265,7 +237,7 @@ def _own_message(stack: Stack, what: str) -> str:
     )
 
 
-def verify_native(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
+def verify_native(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs a stock model on a few tokens, with its native mechanism and with the scheme in its place.
 
     Args:
@@ -282,7 +254,7 @@ def verify_native(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> No
         )
 
 
-def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
+def verify_adopted_tables(trial: Transaction, stacks: list[Stack]) -> None:
     """Makes the same comparison before any scheme is placed in a model whose native bias tables a scheme can adopt.
 
     With the native tables, the declared scheme must reproduce the stock outputs, whatever values the tables hold. If
@@ -309,7 +281,7 @@ def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
             )
 
 
-def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
+def refuse_failing(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs stacks of features or pixels with a scheme, which may need more than they have, such as a place for vectors.
 
     Only a run shows which coordinates reach the layers of these stacks, and in which order. Stacks of text are not run:
@@ -336,7 +308,7 @@ def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> N
         ) from error
 
 
-def _difference(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> float | None:
+def _difference(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -> float | None:
     """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
     stock = _outputs(trial.anatomy, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.

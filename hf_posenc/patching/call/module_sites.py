@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
-from hf_posenc.patching.anatomy.discovery import WEIGHT_NAMES, table_weight
+from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, table_weight
 from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_state import GridState, numbers_in

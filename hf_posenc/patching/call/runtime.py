@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
-from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.cache import (
     GENERATION,
     cache_among,
@@ -411,7 +411,8 @@ class StackForward(PlacedForward):
             return layout.state_of_call(stack, args, kwargs), args, kwargs
         arguments = named_arguments(stack, args, kwargs) if args else kwargs
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
-        features = layout.features_among(arguments) if tokens is None else None
+        named = layout.features if tokens is None else ()
+        features = next((arguments[name] for name in named if isinstance(arguments.get(name), Tensor)), None)
         if tokens is None and features is None:
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
@@ -450,7 +451,7 @@ class StackForward(PlacedForward):
         changed = cache is not None and not matches_keys(cache)
         if features is not None:
             given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
-            given.expected = layout.tokens_of(features)
+            given.expected = 0 if layout.fixed_input is None else layout.fixed_input.tokens(features.shape[-1])
             return given, args, kwargs
         state = ForwardState(
             query_length,

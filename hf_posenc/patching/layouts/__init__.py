@@ -1,6 +1,6 @@
 """The kinds of tokens, each in its own file."""
 
-from hf_posenc.patching.anatomy.sites import register_layouts
+from hf_posenc.patching.anatomy.anatomy import register_layouts
 from hf_posenc.patching.layouts.grid import Grid
 from hf_posenc.patching.layouts.layout import Text
 from hf_posenc.patching.layouts.series import Series

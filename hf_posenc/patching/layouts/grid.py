@@ -6,23 +6,23 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import StackModules
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
-from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.discovery import first_int
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
+from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
-from hf_posenc.patching.layouts.grid_native import GridBias, find_biases, native_grid_scheme, window_of
+from hf_posenc.patching.layouts.grid_native import BIAS_TABLE, GridBias, find_biases, native_grid_scheme
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,
     GridTableSite,
@@ -34,6 +34,9 @@ from hf_posenc.patching.layouts.layout import Layout
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.grids import other_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitScale, Part, QueryKeyMap, SchemeParts
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.transaction import Transaction
 
 _TABLE = re.compile(
     r"^(absolute_|decoder_)?pos(ition(al)?)?_(embed(ding)?s?|encodings?)(_vlm|_table|_window)?$"
@@ -85,14 +88,10 @@ class Grid(Layout):
         return _reads_pixels(module) or _reads_spectrogram(module.config)
 
     @classmethod
-    def find(cls, stack: Stack, modules: StackModules) -> Layout:
+    def find(cls, stack: Stack) -> Layout:
         """Finds the projection, the tables and the biases."""
-        suffix = stack.architecture.suffix_tokens
-        suffix = suffix(stack.config) if callable(suffix) else suffix
-        return cls._among(modules.in_definition_order(), stack.config, suffix)
-
-    @classmethod
-    def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
+        modules, config, suffix_tokens = stack.in_definition_order(), stack.config, stack.architecture.suffix_tokens
+        suffix_tokens = suffix_tokens(config) if callable(suffix_tokens) else suffix_tokens
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
         step = sides(steps) if isinstance(steps, int) else steps
@@ -106,7 +105,7 @@ class Grid(Layout):
     @classmethod
     def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
         """Many vision models keep their layers in an encoder that is a `PreTrainedModel`, but receives patches."""
-        return not _takes_pixels(child)
+        return _pixel_argument(child) is None
 
     @classmethod
     def is_causal(cls, attention: nn.Module) -> bool | None:
@@ -115,14 +114,19 @@ class Grid(Layout):
 
     @classmethod
     def window_of(cls, attention: nn.Module, config: Any) -> tuple[int, ...] | None:
-        """Sizes of the windows of patches, `(rows, columns)`."""
-        return window_of(attention, config)
+        """Sizes of the windows of patches that an attention module states, `(rows, columns)`.
 
-    @classmethod
-    def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
-        """The modules inside the stack that own a table."""
-        sites = cls._among(modules.in_definition_order(), modules.module.config).vector_sites(None)
-        return [(site.path, site.module) for site in sites if site.module is not modules.module]
+        The module of a bias states the sizes of its table. In a model without windows, these are not window sizes.
+        """
+        for module in attention.modules():
+            if hasattr(module, BIAS_TABLE) and not hasattr(config, "window_size"):
+                continue
+            size = getattr(module, "window_size", None)
+            if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+                return (size, size)
+            if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) for one in size):
+                return tuple(size)
+        return None
 
     @classmethod
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -135,7 +139,7 @@ class Grid(Layout):
         """The first table, with the rows of tokens without a place."""
         return self.tables[0].weight if self.tables else None
 
-    def vector_sites(self, stack: Stack | None) -> list[Any]:
+    def vector_sites(self, stack: Stack) -> list[Any]:
         """One table of every module whose forward an additive scheme replaces."""
         return list({id(table.module): table for table in self.tables}.values())
 
@@ -172,7 +176,7 @@ class Grid(Layout):
         """Whether there are patches away from the edges. Patches from another stack contain its positions."""
         return self.projection is not None and tokens is not None and tokens.shape[1] >= _FEWEST_PATCHES
 
-    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Transaction) -> Any:
         """The scheme of its tables, its biases and its rotations."""
         return native_grid_scheme(stack, self, rotations, trial)
 
@@ -280,7 +284,7 @@ def _reads_pixels(model: Any) -> bool:
         return False  # The text part of a model may inherit the modalities of the whole.
     modalities = model.input_modalities
     stated = {modalities} if isinstance(modalities, str) else set(modalities)
-    return stated <= _PIXELS or _takes_pixels(model)
+    return stated <= _PIXELS or _pixel_argument(model) is not None
 
 
 def _reads_spectrogram(config: Any) -> bool:
@@ -288,13 +292,8 @@ def _reads_spectrogram(config: Any) -> bool:
     return all(hasattr(config, name) for name in ("num_mel_bins", "max_length", "frequency_stride", "time_stride"))
 
 
-def _takes_pixels(model: Any) -> bool:
-    """Whether an argument of the model's forward holds images, videos, or patches and the sizes of their grids."""
-    return _pixel_argument(model) is not None
-
-
 def _pixel_argument(model: Any) -> str | None:
-    """The argument that holds images, videos or patches."""
+    """The argument that holds images, videos, or patches and the sizes of their grids."""
     names = list(forward_parameters(type(model)))
     for name in names:
         if name.startswith("pixel_values"):
@@ -310,10 +309,7 @@ def _is_projection(module: nn.Module, config: Any) -> bool:
 
 
 def _channels(config: Any) -> int:
-    if _reads_spectrogram(config):
-        return 1
-    names = ("num_channels", "in_channels", "in_chans")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 3)
+    return 1 if _reads_spectrogram(config) else first_int(config, ("num_channels", "in_channels", "in_chans"), 3)
 
 
 def _native_sizes(
@@ -339,8 +335,7 @@ def _sides(config: Any) -> tuple[int, int] | None:
 
 def _frames(config: Any) -> int | None:
     """Number of frames of a video, if the config states it."""
-    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-    return frames if isinstance(frames, int) else None
+    return first_int(config, ("num_frames", "frames_per_clip")) or None
 
 
 def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:

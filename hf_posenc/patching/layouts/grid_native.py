@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed, zero_bias_of
 from hf_posenc.patching.anatomy.architectures.example_inputs import sides
-from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.discovery import build_context, native_pairing
 from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack, Trial, build_context, native_pairing
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
@@ -34,6 +35,7 @@ from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.layouts.grid import Grid
+    from hf_posenc.patching.place.transaction import Transaction
 
 
 #: - "module": a module whose output is the bias (Swin, BEiT).
@@ -43,9 +45,9 @@ if TYPE_CHECKING:
 #: - "rotation": a method of the attention module that rotates one tensor at a time (V-JEPA 2).
 BiasKind = Literal["module", "table", "network", "flag", "rotation"]
 
-_BIAS_TABLE = "relative_position_bias_table"
+BIAS_TABLE = "relative_position_bias_table"
 _ATTRIBUTES: dict[str, BiasKind] = {
-    _BIAS_TABLE: "table",
+    BIAS_TABLE: "table",
     "continuous_position_bias_mlp": "network",
     "use_rel_pos": "flag",
     "use_relative_position_embeddings": "flag",
@@ -85,7 +87,7 @@ class GridBias(NamedModule):
                 return None
             hidden, _, output = layers
             return torch.cat((hidden.weight, hidden.bias.unsqueeze(-1), output.weight.T), dim=1).detach()
-        found = getattr(self.module, _BIAS_TABLE, None)
+        found = getattr(self.module, BIAS_TABLE, None)
         return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
 
     @property
@@ -138,22 +140,6 @@ def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[GridBias]:
             if value is not None and value is not False and not repeats:
                 found.append(GridBias(path, module, name, kind))
     return found
-
-
-def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
-    """Sizes of the windows that an attention module states.
-
-    The module of a bias states the sizes of its table. In a model without windows, these are not window sizes.
-    """
-    for module in attention.modules():
-        if hasattr(module, _BIAS_TABLE) and not hasattr(config, "window_size"):
-            continue
-        size = getattr(module, "window_size", None)
-        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            return (size, size)
-        if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) for one in size):
-            return tuple(size)
-    return None
 
 
 def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None:
@@ -213,7 +199,7 @@ _ASSIGNMENTS = ("block", "split", "alternating", "interleaved")
 _GRID_OF_AXES = {2: (14,), 3: (14, 14)}
 
 
-def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], trial: Trial) -> SchemeConfig:
+def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], trial: Transaction) -> SchemeConfig:
     """The scheme of the tables, the biases and the rotations of a stack of patches."""
     if len(grid.tables) > 1:
         raise several_tables(stack, [table.full_name for table in grid.tables])
@@ -321,7 +307,7 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     return learned
 
 
-def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotation: Rotation, trial: Trial) -> SchemeConfig:
+def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotation: Rotation, trial: Transaction) -> SchemeConfig:
     """The scheme with the phases that a layer received in a short run."""
     layout = native_pairing(stack, attention)
     assert layout is not None
@@ -388,7 +374,7 @@ def _bases(config: Any) -> list[float]:
     return list(dict.fromkeys([float(one) for one in stated if one] + [10000.0, 100.0]))
 
 
-def _positions_of(stack: Stack, trial: Trial) -> Positions:
+def _positions_of(stack: Stack, trial: Transaction) -> Positions:
     """The positions of the first layer in a short run, as the library finds them."""
     seen: list[Positions] = []
     # A scheme for the order of tokens does not depend on the number of axes.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.sites import OwnedTable
 from hf_posenc.patching.call.cache_checks import vectors
 from hf_posenc.patching.call.grid_state import GridState, pixels_among
 from hf_posenc.patching.call.runtime import StackRuntime

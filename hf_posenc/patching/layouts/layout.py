@@ -8,26 +8,29 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
-from hf_posenc.patching.anatomy.anatomy import StackModules
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
-from hf_posenc.patching.anatomy.discovery import WIDTHS, PositionTable, first_int, position_tables
+from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
+from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
 from hf_posenc.patching.forwards import forward_parameters, names_used
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.transaction import Transaction
 
 
 class Layout:
@@ -42,14 +45,18 @@ class Layout:
     takes_tokens: ClassVar[bool] = False
     #: Whether the config states its length in addition to that of a text.
     has_own_length: ClassVar[bool] = False
-    #: Whether layers are counted in the order in which modules are defined, and not in that of their paths.
-    in_definition_order: ClassVar[bool] = False
     #: Path of attention that keeps its native positions, as a regular expression, and why.
     left_alone: ClassVar[tuple[str, str] | None] = None
     #: Numbers of axes that a tensor of its tokens may have.
     token_axes: ClassVar[tuple[int, ...]] = (3,)
+    #: Arguments that hold features and not tokens, so that their shape does not show the number of tokens.
+    features: ClassVar[tuple[str, ...]] = ()
     #: The convolution that makes tokens of the input, if it may be among the layers.
     projection: Any = None
+    #: The position tables over a grid.
+    tables: Any = ()
+    #: The properties of an encoder that accepts one number of frames only, and computes the table for them.
+    fixed_input: Any = None
     #: Native mechanisms in attention that belong to the kind of tokens.
     biases: Any = ()
 
@@ -61,9 +68,8 @@ class Layout:
         raise NotImplementedError
 
     @classmethod
-    def find(cls, stack: Stack, modules: StackModules) -> Layout:
-        """Finds the tables of a stack, whose attention layers are already known."""
-        stack.tables = position_tables(modules)
+    def find(cls, stack: Stack) -> Layout:
+        """Finds what the tokens of a stack are."""
         return cls()
 
     @classmethod
@@ -82,11 +88,6 @@ class Layout:
         return None
 
     @classmethod
-    def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
-        """Path and module of everything besides attention whose forward a scheme must replace: the tables."""
-        return [(table.path, table.module) for table in position_tables(modules)]
-
-    @classmethod
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """The arguments of a short run.
 
@@ -100,11 +101,6 @@ class Layout:
         raise NotImplementedError
 
     # Results of discovery.
-
-    @property
-    def computes_tables(self) -> bool:
-        """Whether its tables are computed from a formula, even if they are trainable."""
-        return False
 
     def table(self, stack: Stack) -> Tensor | None:
         """The rows for tokens in its first table, `(rows, hidden)`; `None` without one."""
@@ -144,7 +140,7 @@ class Layout:
         """Whether the input of the first layer, `(batch, length, hidden)`, shows whether equal tokens stay equal."""
         raise NotImplementedError
 
-    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Transaction) -> Any:
         """The native scheme: what is declared, or else that of the vectors and of the rotation of every layer."""
         declared = declared_scheme(stack)
         if declared is not None:
@@ -160,9 +156,9 @@ class Layout:
     def _table_scheme(self, table: PositionTable) -> SchemeConfig:
         weight, origin = table.weight, table.origin
         # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its
-        # values, unless the architecture computes it and `from_pretrained` made it trainable.
+        # values, unless the architecture computes it and `from_pretrained` made it trainable (Whisper's encoder).
         frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
-        formula = sinusoids_like(weight.detach(), origin) if frozen or self.computes_tables else None
+        formula = sinusoids_like(weight.detach(), origin) if frozen or self.fixed_input is not None else None
         return formula or LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
 
     # Finding out about the tokens of a call.
@@ -170,14 +166,6 @@ class Layout:
     def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardState:
         """The places of tokens on several axes, as far as the arguments of a call show them."""
         raise NotImplementedError
-
-    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The features that replace tokens, if their shape does not show the number of tokens; `None` without any."""
-        return None
-
-    def tokens_of(self, features: Tensor) -> int:
-        """The number of tokens that a stack with a fixed input makes of features; 0 if it is unknown."""
-        return 0
 
     # Placing a scheme.
 
@@ -239,16 +227,11 @@ class Text(Layout):
     def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """A few words."""
         parameters = forward_parameters(type(module))
-        if "input_ids" in parameters:
-            return cls._words(module, length)
-        embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
-        if embedded is None:
-            raise unknown_inputs(module, "does not take token ids")
-        return {embedded: _embeddings(module, length)} | _encoded(module, length)
-
-    @classmethod
-    def _words(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
-        parameters = forward_parameters(type(module))
+        if "input_ids" not in parameters:
+            embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
+            if embedded is None:
+                raise unknown_inputs(module, "does not take token ids")
+            return {embedded: _embeddings(module, length)} | _encoded(module, length)
         tokens = _token_ids(module, length)
         # A multiple-choice model reads `(batch, choices, length)`. It gets a single choice, which is a text.
         known = MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()

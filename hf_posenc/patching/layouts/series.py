@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import StackModules
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
-from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
+from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
-from hf_posenc.patching.anatomy.sites import NamedModule, Stack
+from hf_posenc.patching.anatomy.sites import NamedModule, OwnedTable, table_origin
 from hf_posenc.patching.call.cache_checks import vectors
 from hf_posenc.patching.forwards import PlacedForward, Viewed, WithOverrides, forward_parameters, names_used, view_of
 from hf_posenc.patching.layouts.layout import Layout
@@ -28,7 +28,7 @@ from hf_posenc.schemes.parts import AdditiveEncoding
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
 
-#: Arguments that hold features and not tokens, so that their shape does not show the number of tokens.
+#: Arguments that hold features.
 FEATURES = ("input_features", "input_values", "past_values", "patch_input", "audio_mel", "spectrogram", "latents")
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
 _FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
@@ -42,15 +42,10 @@ _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel
 _COMPARED = 512
 #: With fewer tokens, none are both next to each other and away from the ends.
 _FEWEST_TOKENS = 3
-_DESCRIPTIONS = {
-    "convolution": "convolution over neighbours in place of positions",
-    "sinusoids": "sinusoids of positions",
-}
 _NEIGHBOURS = (
     "convolutions mix neighbouring frames before or between the layers of attention, so the order of the input still "
     "shows without positions"
 )
-VectorKind = Literal["convolution", "sinusoids"]
 
 
 @dataclass
@@ -58,12 +53,11 @@ class VectorModule(NamedModule):
     """A module whose output is added to the embeddings.
 
     Args:
-        kind: "convolution" if it computes the vectors from neighbouring embeddings, "sinusoids" if it computes them
-            from the length.
+        site: the class that stands in for its forward.
         stride: number of embeddings per vector of a convolution.
     """
 
-    kind: VectorKind
+    site: type[ConvolutionSite | LengthSite]
     stride: int
 
 
@@ -99,9 +93,9 @@ class Series(Layout):
     """
 
     has_own_length = True
-    in_definition_order = True
     left_alone = (r"(^|\.)adapter\.", "attention of an adapter, which has no positions")
     token_axes = (2, 3)
+    features = FEATURES
 
     vectors: list[VectorModule] = field(default_factory=list)
     parameters: list[OwnedTable] = field(default_factory=list)
@@ -117,17 +111,16 @@ class Series(Layout):
         return frames or any(name in parameters for name in FEATURES)
 
     @classmethod
-    def find(cls, stack: Stack, modules: StackModules) -> Layout:
-        """Finds the tables, and the modules and parameters that are added to the embeddings."""
-        super().find(stack, modules)
+    def find(cls, stack: Stack) -> Layout:
+        """Finds the modules and parameters that are added to the embeddings."""
         series = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
-        for path, module in modules.in_definition_order()[1:]:
-            kind = _kind_of(path, module)
+        for path, module in stack.in_definition_order()[1:]:
+            site = _site_for(path, module)
             above, _, name = path.rpartition(".")
             # Some architectures build a module that they never call.
-            if kind is not None and name in names_used(type(stack.module.get_submodule(above)).forward):
+            if site is not None and name in names_used(type(stack.module.get_submodule(above)).forward):
                 strides = [int(layer.stride[0]) for layer in module.modules() if isinstance(layer, nn.Conv1d)]
-                series.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
+                series.vectors.append(VectorModule(path, module, site, stride=strides[0] if strides else 1))
             for name, parameter in module._parameters.items():
                 if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
                     class_tokens = int(getattr(module, "cls_token", None) is not None)
@@ -148,11 +141,6 @@ class Series(Layout):
             if name in parameters:
                 given[name] = rule(module, given)
         return given
-
-    @property
-    def computes_tables(self) -> bool:
-        """Whisper's encoder has computed sinusoids, which `from_pretrained` makes trainable."""
-        return self.fixed_input is not None
 
     def table(self, stack: Stack) -> Tensor | None:
         """The first parameter or table."""
@@ -187,15 +175,6 @@ class Series(Layout):
             return super().native_vectors(stack, additive)
         return self.parameters[0].weight, self.parameters[0].full_name
 
-    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The features of sound or of a time series."""
-        found = (arguments.get(name) for name in FEATURES)
-        return next((value for value in found if isinstance(value, Tensor)), None)
-
-    def tokens_of(self, features: Tensor) -> int:
-        """The number of tokens of an encoder that accepts one number of frames only; 0 for any other."""
-        return 0 if self.fixed_input is None else self.fixed_input.tokens(features.shape[-1])
-
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture by those of the scheme, which the first module returns."""
         super().install(stack, encoding, journal, report)
@@ -210,9 +189,9 @@ class Series(Layout):
                 journal.freeze(source.module, source.name)
                 path, what = source.full_name, f"position table ({kind})"
             else:
-                site = (ConvolutionSite if source.kind == "convolution" else LengthSite)(source, runtime, additive)
+                site = source.site(source, runtime, additive)
                 journal.freeze_all(source.module)
-                path, what = source.path, f"{_DESCRIPTIONS[source.kind]} ({kind})"
+                path, what = source.path, f"{source.site.description} ({kind})"
             journal.set_forward(source.module, site)
             report.replaced.append(f"{path}: {what}")
             if additive is not None:
@@ -222,11 +201,11 @@ class Series(Layout):
             report.kept.append(_NEIGHBOURS)
 
 
-def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
+def _site_for(path: str, module: nn.Module) -> type[ConvolutionSite | LengthSite] | None:
     if _CONVOLUTION.search(path) and any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
-        return "convolution"
+        return ConvolutionSite
     if _FUNCTION.search(path) and "seq_length" in forward_parameters(type(module)):
-        return "sinusoids"
+        return LengthSite
     return None
 
 
@@ -240,7 +219,7 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
 
 def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
     owner = f"{vectors.path} ({type(vectors.module).__name__}) of this {type(stack.module).__name__}"
-    if vectors.kind == "convolution":
+    if vectors.site is ConvolutionSite:
         raise undescribed(
             f"{owner} computes its positions with a convolution over neighbouring embeddings. They depend on the "
             "content of the sequence, so no scheme of this library describes them.",
@@ -410,6 +389,8 @@ class ConvolutionSite(_Vectors):
     With a stride it takes and returns `(batch, hidden, length)`, otherwise `(batch, length, hidden)`.
     """
 
+    description = "convolution over neighbours in place of positions"
+
     def __call__(self, hidden_states: Tensor) -> Any:
         """Returns one vector per token, in the axis order of the convolution."""
         if self.retired:
@@ -422,6 +403,8 @@ class ConvolutionSite(_Vectors):
 
 class LengthSite(_Vectors):
     """Stands in for a module that computes sinusoids from a length."""
+
+    description = "sinusoids of positions"
 
     def __call__(self, seq_length: int | None = None, **kwargs: Any) -> Any:
         """Returns `(1, seq_length, hidden)`."""

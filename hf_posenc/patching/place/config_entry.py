@@ -29,7 +29,7 @@ import functools
 import json
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -244,51 +244,39 @@ def stock_class(config_class: type) -> type:
 def carrier_class(stock: Any) -> Any:
     """The subclass of a config class whose instances carry an entry. It has the same name on purpose."""
 
-    def to_dict(self: Any) -> dict[str, Any]:
-        memory = stock.to_dict(self)
-        return memory if read_entry(self) is None else _with_sentence(memory)
+    class Carrier(stock, metaclass=_CarrierType):
+        __doc__ = stock.__doc__
+        _stock_class = stock
+        __hash__ = None  # type: ignore[assignment]
 
-    def to_json_string(self: Any, use_diff: bool = True) -> str:
-        text = stock.to_json_string(self, use_diff=use_diff)
-        entry = read_entry(self)
-        if entry is None:
-            return text
-        return json.dumps(to_disk(json.loads(text)), indent=2, sort_keys=True) + "\n"
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            stock.__init__(self, *args, **kwargs)
 
-    def __repr__(self: Any) -> str:
-        memory = without_sentence(json.loads(stock.to_json_string(self)))
-        return f"{stock.__name__} {json.dumps(memory, indent=2, sort_keys=True)}\n"
+        def to_dict(self) -> dict[str, Any]:
+            memory = stock.to_dict(self)
+            return memory if read_entry(self) is None else _with_sentence(memory)
 
-    stock_eq: Callable[[Any, object], Any] = stock.__eq__
+        def to_json_string(self, use_diff: bool = True) -> str:
+            text = stock.to_json_string(self, use_diff=use_diff)
+            if read_entry(self) is None:
+                return text
+            return json.dumps(to_disk(json.loads(text)), indent=2, sort_keys=True) + "\n"
 
-    def __eq__(self: Any, other: object) -> Any:
-        same = stock_eq(self, other)
-        return same if same is NotImplemented else same and read_fields(self) == read_fields(other)
+        def __repr__(self) -> str:
+            memory = without_sentence(json.loads(stock.to_json_string(self)))
+            return f"{stock.__name__} {json.dumps(memory, indent=2, sort_keys=True)}\n"
 
-    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
-        return (_empty_carrier, (stock,), *rest)
+        def __eq__(self, other: object) -> Any:
+            same = stock.__eq__(self, other)
+            return same if same is NotImplemented else same and read_fields(self) == read_fields(other)
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock.__init__(self, *args, **kwargs)
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
+            return (_empty_carrier, (stock,), *rest)
 
-    carrier: Any = _CarrierType(
-        stock.__name__,
-        (stock,),
-        {
-            "__module__": stock.__module__,
-            "__qualname__": stock.__qualname__,
-            "__doc__": stock.__doc__,
-            "_stock_class": stock,
-            "__init__": __init__,
-            "__repr__": __repr__,
-            "__eq__": __eq__,
-            "__hash__": None,
-            "to_dict": to_dict,
-            "__reduce_ex__": __reduce_ex__,
-            "to_json_string": to_json_string,
-        },
-    )
+    carrier: Any = Carrier
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(carrier, name, getattr(stock, name))
     # `dataclasses.replace` and `asdict` carry the entry along.
     carrier.__dataclass_fields__ = {**stock.__dataclass_fields__, ATTRIBUTE: _ENTRY}
     return carrier

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.discovery import cross_attentions
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context, with_layout
+from hf_posenc.patching.anatomy.anatomy import Anatomy, Stack
+from hf_posenc.patching.anatomy.discovery import build_context, cross_attentions, with_layout
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.needs import needs_of

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, Stack, build_context, with_layout
+from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.discovery import build_context, with_layout
+from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer
 from hf_posenc.patching.anatomy.weights import computed_buffers, execution_device
 from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -22,7 +24,7 @@ from hf_posenc.patching.place.cross_layers import cross_parts
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.schemes import LayeredConfig, refusals
+from hf_posenc.schemes import refusals
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts, walk
 from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
 from hf_posenc.schemes.parts import (
@@ -175,10 +177,8 @@ class StackEncoding(nn.Module):
         additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
         kinds: dict[Hashable, int] = {}
         for attention in stack.attentions:
-            layer_config = config
-            if isinstance(config, LayeredConfig):
-                layer_config = config.for_layer(attention.layer, attention.layer_type)
             context = build_context(stack, attention)
+            layer_config = config.for_layer(attention.layer, attention.layer_type)
             layer_config = with_layout(layer_config, stack, attention)
             parts = self._parts(layer_config, context, attention.path)
             for environment in _environments(stack, attention):

@@ -12,8 +12,6 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -41,87 +39,10 @@ _COUNTING = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GenerateCall:
-    """The arguments of one call of `generate`."""
-
-    model: PreTrainedModel
-    encoding: PositionEncoding
-    arguments: dict[str, Any]
-
-    def setting(self, name: str) -> Any:
-        """A generation option of this call: an argument, or else a field of the generation config, or `None`."""
-        if self.arguments.get(name) is not None:
-            return self.arguments[name]
-        given = self.arguments.get("generation_config")
-        own = getattr(given, name, None)
-        return getattr(self.model.generation_config, name, None) if own is None else own
-
-    @property
-    def drafts(self) -> bool:
-        """Whether this is a call by assisted decoding, in which the model drafts candidates."""
-        return bool(getattr(self.arguments.get("generation_config"), "is_assistant", False))
-
-
-#: Raises `UnsupportedError` if the scheme in force does not support a call.
-GenerateCheck = Callable[[GenerateCall], None]
 #: Arguments of `generate`, and options of a generation config, that require a cache.
 _NEEDS_CACHE = (
     "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size",
 )  # fmt: skip
-
-
-def refuse_growing_caches(call: GenerateCall) -> None:
-    """Refuses assisted decoding and chunked prefill with a scheme that does not support growing caches.
-
-    Raises:
-        UnsupportedError: for a call with such a scheme, unless the caller asks for a cache. In that case, the forward
-            pass refuses a cache that it cannot extend correctly.
-    """
-    if not is_length_dependent(call.encoding):
-        return
-    problem = GROWING_CACHE.problem(call.encoding.needs())
-    if call.drafts:
-        tokens = call.arguments.get("input_ids")
-        length = tokens.shape[1] if isinstance(tokens, torch.Tensor) else 1
-        try:
-            for part in call.encoding.modules():
-                if isinstance(part, Part):
-                    part.check_cache(length, length + 1)
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                f"This assistant model cannot draft, because drafting needs a growing cache, which cannot run "
-                f"{call.encoding.label}: {problem}. Use an assistant with another scheme, or generate without one."
-            ) from error
-        return
-    asked = [name for name in _NEEDS_CACHE if call.setting(name)]
-    if asked and not call.setting("use_cache"):
-        raise UnsupportedError(
-            f"{asked[0]} needs a growing cache, which cannot run {call.encoding.label} of this "
-            f"{type(call.model).__name__}: {problem}. Generate without {asked[0]}."
-        )
-
-
-def refuse_unnoticed_caches(call: GenerateCall) -> None:
-    """Refuses prompt learning by a version of PEFT that looks for the cache under another name than the model's."""
-    prepare: Any = call.model.prepare_inputs_for_generation
-    config: Any = getattr(prepare.__self__, "active_peft_config", None)
-    if not getattr(config, "is_prompt_learning", False):
-        return
-    name = cache_argument(call.model)
-    learns_keys = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
-    uses_cache = learns_keys or call.setting("use_cache") is not False
-    if uses_cache and name not in inspect.unwrap(prepare.__func__).__code__.co_consts:
-        raise UnsupportedError(
-            f"This PEFT does not notice the cache of a {type(call.model).__name__}, whose argument is {name!r} in "
-            f"transformers {transformers.__version__}, so prompt and prefix tuning generate wrong tokens, with stock "
-            f"models too. {'Use' if learns_keys else 'Generate with use_cache=False, or use'} an earlier transformers "
-            "or a newer PEFT."
-        )
-
-
-#: Checks that run in this order before every call.
-CHECKS: list[GenerateCheck] = [refuse_growing_caches, refuse_unnoticed_caches]
 
 
 class CheckedMethod:
@@ -167,22 +88,23 @@ class CheckedGenerate(CheckedMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the checks, then `generate`."""
+        arguments = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         if self.in_force:
-            call = GenerateCall(self.model, self.encoding, dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
-            for check in CHECKS:
-                check(call)
+            drafts = bool(getattr(arguments.get("generation_config"), "is_assistant", False))
+            self._refuse_growing_caches(arguments, drafts)
+            self._refuse_unnoticed_caches(arguments)
             tokens = kwargs.get("input_ids")
             # Assisted decoding does not pass on a mask. Without one, transformers treats every generated token that has
             # the padding id as padding, although `position_ids` count it.
             unmasked = kwargs.get("attention_mask") is None and not self.model.config.is_encoder_decoder
-            if call.drafts and unmasked and isinstance(tokens, torch.Tensor):
+            if drafts and unmasked and isinstance(tokens, torch.Tensor):
                 kwargs = kwargs | {"attention_mask": torch.ones_like(tokens)}
         # An early exit (`assistant_early_exit`) reduces the number of layers in the config for each draft. After an
         # error or an interrupt in a draft, later calls would run only the first layers.
         config = self.model.base_model.config
         depth = getattr(config, _DEPTH, None)
         # A chunk of a padded prompt may hold only padding of a row, so chunks are read one by one.
-        chunked = self.in_force and call.setting("prefill_chunk_size")
+        chunked = self.in_force and self._setting(arguments, "prefill_chunk_size")
         generation = Generation() if self.in_force and not chunked and self._counts(kwargs) else None
         token = GENERATION.set(generation)
         try:
@@ -194,6 +116,60 @@ class CheckedGenerate(CheckedMethod):
             GENERATION.reset(token)
             if depth is not None and getattr(config, _DEPTH) != depth:
                 setattr(config, _DEPTH, depth)
+
+    def _setting(self, arguments: dict[str, Any], name: str) -> Any:
+        """A generation option of a call: an argument, or else a field of the generation config, or `None`."""
+        if arguments.get(name) is not None:
+            return arguments[name]
+        own = getattr(arguments.get("generation_config"), name, None)
+        return getattr(self.model.generation_config, name, None) if own is None else own
+
+    def _refuse_growing_caches(self, arguments: dict[str, Any], drafts: bool) -> None:
+        """Refuses assisted decoding and chunked prefill with a scheme that does not support growing caches.
+
+        Raises:
+            UnsupportedError: for a call with such a scheme, unless the caller asks for a cache. In that case, the
+                forward pass refuses a cache that it cannot extend correctly.
+        """
+        if not is_length_dependent(self.encoding):
+            return
+        problem = GROWING_CACHE.problem(self.encoding.needs())
+        if drafts:
+            tokens = arguments.get("input_ids")
+            length = tokens.shape[1] if isinstance(tokens, torch.Tensor) else 1
+            try:
+                for part in self.encoding.modules():
+                    if isinstance(part, Part):
+                        part.check_cache(length, length + 1)
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"This assistant model cannot draft, because drafting needs a growing cache, which cannot run "
+                    f"{self.encoding.label}: {problem}. Use an assistant with another scheme, or generate without one."
+                ) from error
+            return
+        asked = [name for name in _NEEDS_CACHE if self._setting(arguments, name)]
+        if asked and not self._setting(arguments, "use_cache"):
+            raise UnsupportedError(
+                f"{asked[0]} needs a growing cache, which cannot run {self.encoding.label} of this "
+                f"{type(self.model).__name__}: {problem}. Generate without {asked[0]}."
+            )
+
+    def _refuse_unnoticed_caches(self, arguments: dict[str, Any]) -> None:
+        """Refuses prompt learning by a version of PEFT that looks for the cache under another name than the model's."""
+        prepare: Any = self.model.prepare_inputs_for_generation
+        config: Any = getattr(prepare.__self__, "active_peft_config", None)
+        if not getattr(config, "is_prompt_learning", False):
+            return
+        name = cache_argument(self.model)
+        learns_keys = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
+        uses_cache = learns_keys or self._setting(arguments, "use_cache") is not False
+        if uses_cache and name not in inspect.unwrap(prepare.__func__).__code__.co_consts:
+            raise UnsupportedError(
+                f"This PEFT does not notice the cache of a {type(self.model).__name__}, whose argument is {name!r} in "
+                f"transformers {transformers.__version__}, so prompt and prefix tuning generate wrong tokens, with "
+                f"stock models too. {'Use' if learns_keys else 'Generate with use_cache=False, or use'} an earlier "
+                "transformers or a newer PEFT."
+            )
 
     def _counts(self, kwargs: dict[str, Any]) -> bool:
         """Whether transformers counts the positions over the mask in every step."""
@@ -357,8 +333,7 @@ def _with_wide_pages(manager: Any, width: int) -> Any:
     Pages are as wide as the heads in the config. Keys are wider with some maps, and with cached features of a bias.
     """
     text_config = WithOverrides(manager.model.config.get_text_config(), head_dim=width)
-    # Transformers 5.16 reads the width from the config itself.
-    config = WithOverrides(manager.model.config, get_text_config=lambda *_, **__: text_config, head_dim=width)
+    config = WithOverrides(manager.model.config, get_text_config=lambda *_, **__: text_config)
     seen = WithOverrides(manager, model=WithOverrides(manager.model, config=config))
     processor = type(manager)._create_batch_processor(seen)
     if "update" not in vars(processor.cache):

@@ -20,8 +20,9 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures import Architecture
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
@@ -29,7 +30,7 @@ from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModule
 from hf_posenc.patching.call.parallel import HeadShard, refuse_replicas, split_part
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, unrotated
+from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, forward_on_instance, unrotated
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import KINDS_IN_LAYERS, StackRecord
@@ -132,7 +133,8 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, journal, record.stacks.get(stack.name))
     if next(encoding.parameters(), None) is not None:
         runtime.replicas = encoding
-    journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
+    before = forward_on_instance(stack.module)
+    journal.place_forward(stack.module, before, StackForward(stack.module, runtime, before))
     journal.set(stack.module, "_replicate_for_data_parallel", refuse_replicas)
     if architecture.silence is not None:
         architecture.silence(stack, journal)

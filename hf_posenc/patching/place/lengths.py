@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
-from hf_posenc.patching.anatomy.sites import Stack, build_context
+from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, Stack, unwrapped
+from hf_posenc.patching.anatomy.discovery import build_context
 from hf_posenc.patching.place.config_entry import (
     NAMES,
     NATIVE_LENGTHS,
@@ -27,7 +27,6 @@ from hf_posenc.patching.place.config_entry import (
     write_lengths,
 )
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
-from hf_posenc.patching.place.record import is_set
 from hf_posenc.schemes import from_rope_parameters, refusals
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.parts import Reach
@@ -73,7 +72,7 @@ def rows_of_tables(model: PreTrainedModel) -> int | None:
     It is also `None` for an architecture that cannot be patched. Its own forward then decides.
     """
     try:
-        stacks = find_stacks(model)
+        stacks = Anatomy(model).stacks()
     except UnsupportedError:
         return None
     rows = [
@@ -184,8 +183,7 @@ def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: in
 
 def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: Lengths) -> None:
     """Restores the previous length of a model after a failed load."""
-    assert encoding.lengths is not None
-    _write(encoding, model, dataclasses.replace(encoding.lengths, chosen=before.chosen), before.current)
+    _write(encoding, model, before, before.current)
 
 
 def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
@@ -250,18 +248,14 @@ def _write_attributes(
     encoding: PositionEncoding, model: PreTrainedModel, native: Mapping[str, int], stated: Mapping[str, int]
 ) -> None:
     """Writes a length to modules that keep a copy of it. Whisper refuses longer labels by its own copy."""
+    journal = encoding.record.journal
     for path, length in stated.items():
         name = path.rpartition(".")[-1]
-        if name not in _COPIED:
-            continue
-        for module in model.modules():
+        written = {id(change.target) for change in journal.changes if change.attribute == name}
+        for module in model.modules() if name in _COPIED else ():
             own = module.__dict__.get(name)
-            if (
-                type(own) is int
-                and own != length
-                and (own == native[path] or is_set(encoding.record.journal, module, name))
-            ):
-                encoding.record.journal.set(module, name, length)
+            if type(own) is int and own != length and (own == native[path] or id(module) in written):
+                journal.set(module, name, length)
 
 
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -113,30 +113,18 @@ class Journal:
                 f"This {type(module).__name__} is used in several layers of the model, and a scheme has separate state "
                 "for each layer. Give each layer its own module (copy.deepcopy)."
             )
-        refuse_foreign_forward(module)
-        if forward_on_instance(module) is not None:
+        if refuse_foreign_forward(module) is not None:
             raise UnsupportedError(
                 f"This {type(module).__name__} is shared with another model that is patched, so it would run two "
                 "position encodings. Unpatch that model, or give each model its own modules (copy.deepcopy)."
             )
-        self.wrap_forward(module, lambda inner: value)
+        self.place_forward(module, None, value)
 
-    def wrap_forward(self, module: nn.Module, wrapper: Callable[[Any], Any]) -> None:
-        """Replaces the module's forward by one that calls it.
-
-        Args:
-            module: the module.
-            wrapper: makes the new forward from the previous one; `None` stands for the forward of the class.
-        """
-        place, before = place_of_forward(module), forward_on_instance(module)
-        value = wrapper(before)
+    def place_forward(self, module: nn.Module, before: Any, value: Any) -> None:
+        """Gives a module a forward, and records the one that was set on the instance before, or `None`."""
+        place = place_of_forward(module)
         self.changes.append(_Change(module, place, before is not None, before, "forward", ours=value))
         module.__dict__[place] = value
-
-    def adopt_forward(self, module: nn.Module, forward: PlacedForward) -> None:
-        """Records the forward of a copied module, which is a copy of a forward that this journal has placed."""
-        place, inner = place_of_forward(module), forward.inner
-        self.changes.append(_Change(module, place, inner is not None, inner, "forward", ours=forward))
 
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
@@ -182,11 +170,6 @@ class Journal:
         while self.changes:
             _restore(self.changes[-1])
             self.changes.pop()
-
-
-def is_set(journal: Journal, target: Any, attribute: str) -> bool:
-    """Whether an attribute has a value that the journal recorded."""
-    return any(change.target is target and change.attribute == attribute for change in journal.changes)
 
 
 def _restore(change: _Change) -> None:

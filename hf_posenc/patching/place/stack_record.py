@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +19,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
-from hf_posenc.patching.anatomy.discovery import cross_attentions
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack, modules_by_stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
@@ -124,10 +120,10 @@ class StackRecord:
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
-        modules = modules_by_stack(self.stack)[0]
-        attentions = [*modules.self_attentions, *(modules.cross_attentions if self.encoding.cross else ())]
-        sites = [*modules.kind.tables_in(modules)]
-        patched = [found for found in attentions if not self.architecture.sparse or not self._is_sparse(found[1])]
+        found = modules_by_stack(self.stack)[0]
+        attentions = [*found.self_attentions, *(found.cross_attentions if self.encoding.cross else ())]
+        sites = [(table.path, table.module) for table in (*found.tables, *found.layout.tables) if table.path]
+        patched = [each for each in attentions if not self.architecture.is_sparse(each[1], self.stack.config)]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
@@ -135,7 +131,7 @@ class StackRecord:
         bare = [
             (path, module)
             for path, module in (*patched, *sites)
-            if not _has_forward(module) and tables.isdisjoint(map(id, module.modules()))
+            if forward_on_instance(module) is None and tables.isdisjoint(map(id, module.modules()))
         ]
         if bare:
             path, module = bare[0]
@@ -173,7 +169,7 @@ class StackRecord:
                     "code that it had before. Restore it. Or call patch_model again, which examines the new code, and "
                     "refuses it if a scheme would bypass it."
                 )
-        if self.first_layer is not None and not self._begins_with(self.first_layer):
+        if self.first_layer is not None and not self._begins_with(self.first_layer, found):
             return (
                 f"The scheme adds positions at the input of a {type(self.first_layer).__name__} that is no longer the "
                 f"first layer of this {type(self.stack).__name__}, or is used several times. Call patch_model again "
@@ -195,7 +191,7 @@ class StackRecord:
                 "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
-        self._found = [module for _, module in modules.self_attentions]
+        self._found = [module for _, module in found.self_attentions]
         self.places = [path for path, _ in attentions]
         self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
@@ -227,7 +223,7 @@ class StackRecord:
         for module in self.stack.modules():
             forward = forward_on_instance(module) if "forward" in module.__dict__ else None
             if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
-                self.journal.adopt_forward(module, forward)
+                self.journal.place_forward(module, forward.inner, forward)
             for hook in [*module._forward_pre_hooks.values()]:
                 if isinstance(hook, AddToHiddenStates) and module is not self.first_layer and self._is_ours(hook):
                     remove_hook(module, hook)
@@ -243,8 +239,7 @@ class StackRecord:
         if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
-        in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
-        if same_depth and in_use == [*self.attentions, *self.across]:
+        if same_depth and self.holds(modules_by_stack(self.stack)[0]):
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -255,8 +250,8 @@ class StackRecord:
 
     def holds(self, stack: Stack) -> bool:
         """Whether a stack, as it is found now, has the same layers in the same order."""
-        across = cross_attentions(stack) if self.across else ()
-        found = [attention.module for attention in (*stack.attentions, *across)]
+        across = stack.cross_attentions if self.across else ()
+        found = [module for _, module in (*stack.self_attentions, *across)]
         return found == [*self.attentions, *self.across]
 
     @torch.no_grad()
@@ -300,26 +295,14 @@ class StackRecord:
                 if change.kind == "frozen" and id(change.target) in inside:
                     change.value = False
 
-    def _begins_with(self, layer: nn.Module) -> bool:
-        """Whether a layer of the stack holds its first attention, and is used once."""
+    def _begins_with(self, layer: nn.Module, found: Stack) -> bool:
+        """Whether a layer of the stack, as it is found now, holds its first attention, and is used once."""
         if all(module is not layer for module in self.stack.modules()):
             return False
-        inside = {id(module) for module in layer.modules()}
-        found = [id(module) in inside for module in self._attentions_in_use(self._is_attention)]
-        return sorted(found, reverse=True) == found and sum(found) <= sum(map(self._is_attention, layer.modules()))
-
-    def _is_sparse(self, module: nn.Module) -> bool:
-        return self.architecture.is_sparse(module, self.stack.config)
-
-    def _is_attention(self, module: nn.Module) -> bool:
-        """Whether a module is patched attention, or sparse attention, which is not patched."""
-        return is_attention_site(module) or self._is_sparse(module)
-
-    def _attentions_in_use(self, wanted: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
-        """The attention modules in the order of the layers, with repetitions; by default those that are patched."""
-        places, wanted = self.stack.named_modules(remove_duplicate=False), wanted or is_attention_site
-        found = [(natural_order(path), module) for path, module in places if wanted(module)]
-        return [module for _, module in sorted(found, key=operator.itemgetter(0))]
+        own = {id(module) for module in layer.modules()}
+        attentions = [id(module) for _, module in found.self_attentions]
+        inside = [one in own for one in attentions]
+        return sorted(inside, reverse=True) == inside and sum(inside) <= len(own & {*attentions})
 
     def _attentions_to_run(self) -> tuple[int, ...]:
         """The ids of the attention modules in the layers that the config counts; for an early exit, fewer than all."""
@@ -462,12 +445,6 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
     return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
-def is_attention_site(module: nn.Module, kind: type[PlacedForward] = AttentionSite) -> bool:
+def is_attention_site(module: nn.Module) -> bool:
     """Whether a module is a patched attention layer, of this model or of one that shares it."""
-    return isinstance(forward_on_instance(module), kind)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether an instance has another forward than its class, possibly inside accelerate's hook."""
-    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    return isinstance(forward_on_instance(module), AttentionSite)

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import Anatomy, Stack, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
 from hf_posenc.patching.anatomy.weights import computed_buffers, parameter_count, samples
 from hf_posenc.patching.call.cache_checks import refuse_in_stock

@@ -44,8 +44,7 @@ class CrossAttentionConfig(LayeredConfig):
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """The scheme of self-attention in a layer."""
-        inner = self.inner
-        return inner.for_layer(layer, layer_type) if isinstance(inner, LayeredConfig) else inner
+        return self.inner.for_layer(layer, layer_type)
 
     def within_and_across(self) -> tuple[SchemeConfig, SchemeConfig | None]:
         """The scheme of self-attention, and that of cross-attention."""

@@ -76,11 +76,11 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
         return _replaced(config, native)
     if config == NativeConfig():
         return native
-    per_layer = config if isinstance(config, LayeredConfig) else None
+    per_layer = isinstance(config, LayeredConfig)
     natives = _by_layer(native, layer_types)
     # A request for each layer is taken literally.
     far = set(range(len(natives)))
-    if scaled and per_layer is None:
+    if scaled and not per_layer:
         far = far_layers(native, layer_types)
         if any(map(_rotations, natives)) and not far:
             raise ValueError(
@@ -89,10 +89,9 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
             )
         far = far or {0}
     layers = tuple(
-        _replaced(config if per_layer is None else per_layer.for_layer(layer, kind), natives[layer], layer in far)
-        for layer, kind in enumerate(layer_types)
+        _replaced(config.for_layer(layer, kind), natives[layer], layer in far) for layer, kind in enumerate(layer_types)
     )
-    uniform = not isinstance(native, LayeredConfig) and per_layer is None and len(set(layers)) == 1
+    uniform = not isinstance(native, LayeredConfig) and not per_layer and len(set(layers)) == 1
     return layers[0] if uniform else ScheduleConfig(layers=layers)
 
 
@@ -131,8 +130,7 @@ def far_layers(native: SchemeConfig, layer_types: Sequence[str | None]) -> set[i
 
 
 def _by_layer(native: SchemeConfig, layer_types: Sequence[str | None]) -> list[SchemeConfig]:
-    layers = enumerate(layer_types)
-    return [native.for_layer(*place) if isinstance(native, LayeredConfig) else native for place in layers]
+    return [native.for_layer(*place) for place in enumerate(layer_types)]
 
 
 def _rotations(config: SchemeConfig) -> list[SchemeConfig]:

@@ -25,18 +25,6 @@ class LayeredConfig(SchemeConfig):
         "(`for_layer`)."
     )
 
-    def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
-        """The scheme of one layer.
-
-        Args:
-            layer: its index in its stack.
-            layer_type: its entry in the model's `config.layer_types`, such as "sliding_attention".
-
-        Raises:
-            ValueError: if this config does not define a scheme for the layer.
-        """
-        raise NotImplementedError
-
 
 def check_not_layered(owner: str, config: object) -> None:
     """Requires the config of a scheme for a single layer.

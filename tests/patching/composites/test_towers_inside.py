@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_posenc import patch_model, unpatch_model
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
@@ -31,7 +31,7 @@ def test_git_decodes_and_is_padded_after_a_patch(scheme: str) -> None:
 
 def test_the_table_of_idefics_vision_model_is_not_a_table_of_its_text() -> None:
     model = tiny_model(pair_named("image-text-idefics"))
-    (stack,) = find_stacks(model, ["text"])
+    (stack,) = Anatomy(model).stacks(["text"])
     assert not stack.tables
     patch_model(model, "none")
     assert "forward" not in model.model.vision_model.embeddings.position_embedding.__dict__

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc import NoneConfig, patch_model
 from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
+from hf_posenc.patching.anatomy.short_runs import all_equal, embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
@@ -103,7 +103,7 @@ def test_none_leaves_no_table_behind(pair: str) -> None:
 
     def spread() -> float:
         with embedded(stacks[0]) as seen:
-            run_briefly(anatomy, stacks, 3, constant=True)
+            run_briefly(anatomy, stacks, 3, change=all_equal)
         side = int(seen[0].shape[1] ** 0.5)
         inner = seen[0][0].unflatten(0, (side, side))[1:-1, 1:-1].flatten(0, 1)
         return float((inner - inner[0]).abs().max())

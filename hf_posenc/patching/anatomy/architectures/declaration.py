@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import Environment
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+    from hf_posenc.patching.anatomy.anatomy import Stack
+    from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable
     from hf_posenc.patching.place.record import Journal
 
 #: Disables a native mechanism of one stack. All changes are made through the journal, which can undo them.
@@ -95,9 +97,11 @@ class Architecture:
     limits: Environment | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
-    def refusal(self, config: Any) -> str | None:
-        """Why this config is refused, or `None`."""
-        return self.unsupported(config) if callable(self.unsupported) else self.unsupported
+    def refuse(self, model: Any) -> None:
+        """Refuses a model, or a stack, that is declared as unsupported."""
+        refusal = self.unsupported(model.config) if callable(self.unsupported) else self.unsupported
+        if refusal:
+            raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
 
     def is_sparse(self, attention: nn.Module, config: Any) -> bool:
         """Whether a self-attention module of a stack with this config never computes all logits."""
@@ -124,6 +128,25 @@ def no_native(what: str, them: str = "it", *, if_set: str = "") -> Callable[[Sta
         raise undescribed(what, them)
 
     return native
+
+
+def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
+    """Returns a `silence` function for mechanisms that are methods or settings of modules.
+
+    Args:
+        *unused: weights and submodules that only the mechanism uses. They are frozen.
+        of: path of the module below the stack; by default every self-attention module.
+        **instead: by name, what replaces a setting, or a function of the module and the arguments of a method.
+    """
+
+    def silence(stack: Stack, patches: Journal) -> None:
+        attentions = (attention.module for attention in stack.attentions)
+        for module in attentions if of is None else [stack.module.get_submodule(of)]:
+            for name, one in instead.items():
+                patches.replace(module, name, functools.partial(one, module) if callable(one) else one)
+            patches.freeze(module, *unused)
+
+    return silence
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}
@@ -167,14 +190,9 @@ def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
 
 
-def zero_vectors(position_ids: Tensor) -> Tensor:
-    """Replaces the forward of a table: a single column of zeros `(..., 1)`, which broadcasts in the addition."""
-    return torch.zeros(*position_ids.shape, 1, device=position_ids.device)
-
-
-def no_vectors(hidden_states: Tensor) -> Tensor:
-    """Replaces the forward of a module that makes vectors for embeddings: a zero of their dtype."""
-    return hidden_states.new_zeros(())
+def no_vectors(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Replaces the forward of a module that makes vectors for embeddings or positions: a zero `()` of their dtype."""
+    return inputs.new_zeros(())
 
 
 def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:
@@ -183,6 +201,6 @@ def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, positio
     return table.weight.new_zeros(length, table.embedding_dim)
 
 
-def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:
+def zero_relative_shift(module: nn.Module, scores: Tensor, klen: int = -1) -> Tensor:
     """Replaces XLNet's `rel_shift_bnij`: the position term of the scores is zeros `(batch, heads, query_len, klen)`."""
     return scores.new_zeros(*scores.shape[:3], klen)

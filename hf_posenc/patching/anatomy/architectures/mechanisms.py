@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,19 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
     no_native,
     no_vectors,
     refused_if,
+    silencer,
     undescribed,
     zero_bias,
     zero_bias_of,
     zero_phases,
     zero_relative_shift,
-    zero_vectors,
 )
 from hf_posenc.patching.anatomy.architectures.example_inputs import (
     patches_in_a_strip,
     wave_and_spectrogram,
     words_on_a_page,
 )
-from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable
 from hf_posenc.patching.anatomy.weights import onload_weights
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -44,6 +43,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.refusals import CACHE_OF_OTHERS, POOLED_PATCHES
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.anatomy import Stack
     from hf_posenc.patching.place.record import Journal
 
 
@@ -144,26 +144,6 @@ def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
     return lambda config: classes if config.attention_type != "original_full" else ()
 
 
-def _silence_relative_table(stack: Stack, patches: Journal) -> None:
-    """T5 and related models: the layer that owns the table computes the bias and passes it to the others."""
-    for attention in stack.attentions:
-        if getattr(attention.module, "relative_attention_bias", None) is not None:
-            patches.replace(attention.module, "compute_bias", zero_bias)
-            patches.freeze(attention.module, "relative_attention_bias")
-
-
-def _silence_mpnet(stack: Stack, patches: Journal) -> None:
-    encoder = stack.module.encoder
-    patches.replace(encoder, "compute_position_bias", zero_bias)
-    patches.freeze(encoder, "relative_attention_bias")
-
-
-def _silence_xlnet(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
-        patches.freeze(attention.module, "r", "r_r_bias")
-
-
 def _relative_table(stack: Stack) -> SchemeConfig:
     owners = [a.module for a in stack.attentions if getattr(a.module, "relative_attention_bias", None) is not None]
     owner = owners[0]
@@ -199,17 +179,6 @@ def _gptj_tables(stack: Stack) -> list[FixedTable]:
     return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
 
 
-def _silence_roformer(stack: Stack, patches: Journal) -> None:
-    table = stack.module.encoder.embed_positions
-    patches.replace(table, "forward", functools.partial(zero_phases, table))
-
-
-def _silence_falcon(stack: Stack, patches: Journal) -> None:
-    if stack.module.use_alibi:
-        # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
-        patches.replace(stack.module, "use_alibi", False)
-
-
 def _falcon_key_heads(module: Any) -> int:
     """The number of key heads; the new decoder architecture first repeats its keys for every query head."""
     return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
@@ -220,13 +189,6 @@ def _silence_inkling(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         children = attention.module.named_children()
         patches.freeze(attention.module, *(name for name, child in children if "Relative" in type(child).__name__))
-
-
-def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
-    encoder = stack.module.encoder
-    if encoder.has_relative_attention_bias:
-        patches.replace(encoder, "_cal_1d_pos_emb", functools.partial(zero_bias_of, encoder.rel_pos_bias))
-        patches.freeze(encoder, "rel_pos_bias")
 
 
 def _udop_native(stack: Stack) -> SchemeConfig | None:
@@ -276,36 +238,15 @@ def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
     return module.rel_attn_embed.weight.new_zeros(()).expand(module.num_heads, query_length, key_length)
 
 
-def _silence_wavlm(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        module = attention.module
-        patches.replace(module, "torch_multi_head_self_attention", functools.partial(plain_heads, module))
-        patches.freeze(module, "gru_rel_pos_const", "gru_rel_pos_linear")
-        if hasattr(module, "rel_attn_embed"):
-            patches.replace(module, "compute_bias", functools.partial(no_head_bias, module))
-            patches.freeze(module, "rel_attn_embed")
-
-
-def _silence_vits(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        if attention.module.window_size:
-            patches.replace(attention.module, "window_size", None)
-            patches.freeze(attention.module, "emb_rel_k", "emb_rel_v")
-
-
-def _silence_phi4(stack: Stack, patches: Journal) -> None:
-    layer = stack.module.relative_attention_bias_layer
-    patches.set_forward(layer, zero_bias)
-    patches.freeze(layer, "bias_values")
-
-
+#: T5 and related models: the layer that owns the table computes the bias and passes it to the others.
+_NO_RELATIVE_TABLE = silencer("relative_attention_bias", compute_bias=zero_bias)
 _TEMPERATURE = "queries are scaled by a slow function of their position"
 _INKLING = Architecture(
     mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
 )
 _T5 = Architecture(
     mechanism="T5 relative bias",
-    silence=_silence_relative_table,
+    silence=_NO_RELATIVE_TABLE,
     native=_relative_table,
     bias_table=_relative_bias_table,
 )
@@ -345,7 +286,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("mpnet",): Architecture(
         mechanism="T5 relative bias",
-        silence=_silence_mpnet,
+        silence=silencer("relative_attention_bias", of="encoder", compute_position_bias=zero_bias),
         native=_mpnet_native,
         bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
     ),
@@ -363,26 +304,27 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         table_is_rotary=True,
         rotary_method="apply_rotary_position_embeddings",
         pairing="interleaved",
-        silence=_silence_roformer,
+        silence=silencer(of="encoder.embed_positions", forward=zero_phases),
         native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
         fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
     ),
     ("xlnet",): Architecture(
         time_major=True,
         mechanism="Transformer-XL bias",
-        silence=_silence_xlnet,
+        silence=silencer("r", "r_r_bias", rel_shift_bnij=zero_relative_shift),
         head_shape=lambda module, config: (config.n_head, config.d_head),
         causal=lambda config: config.attn_type == "uni",
     ),
     ("cpmant",): Architecture(
         mechanism="segment position bias",
         bias_arguments=("position_bias",),
-        silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
+        silence=silencer("relative_attention_bias", of="position_bias"),
         kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
     ),
     ("falcon",): Architecture(
         mechanism="ALiBi, if configured",
-        silence=_silence_falcon,
+        # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
+        silence=silencer(of="", use_alibi=False),
         native=no_native(
             "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) "
             "and, with eager attention, adds it twice. No scheme describes this.",
@@ -399,7 +341,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("xlm",): Architecture(causal=lambda config: config.causal),
     ("layoutlmv3",): Architecture(
         mechanism="relative bias",
-        silence=_silence_layoutlmv3,
+        silence=silencer("rel_pos_bias", of="encoder", _cal_1d_pos_emb=zero_bias_of),
         native=no_native(
             "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of "
             "a picture. No scheme describes this.",
@@ -414,7 +356,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
     ("udop",): Architecture(
         mechanism="relative biases of words and boxes",
-        silence=_silence_relative_table,
+        silence=_NO_RELATIVE_TABLE,
         native=_udop_native,
         example_inputs=words_on_a_page,
     ),
@@ -441,7 +383,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("semantic", "coarse_acoustics", "fine_acoustics"): Architecture(tables=("position_embeds_layer",)),
     ("vits",): Architecture(
         mechanism="relative keys and values",
-        silence=_silence_vits,
+        silence=silencer("emb_rel_k", "emb_rel_v", window_size=None),
         native=no_native(
             "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
             "values.",
@@ -450,7 +392,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("phi4_multimodal_audio",): Architecture(
         mechanism="relative bias",
-        silence=_silence_phi4,
+        silence=silencer("bias_values", of="relative_attention_bias_layer", forward=zero_bias),
         native=no_native(
             "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
             "schemes of this library group distances, or compute the bias from the query."
@@ -458,14 +400,14 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ),
     ("fun_asr_nano_encoder",): Architecture(
         mechanism="sinusoids of positions",
-        silence=lambda stack, patches: patches.replace(stack.module.position_embeddings, "forward", no_vectors),
+        silence=silencer(of="position_embeddings", forward=no_vectors),
         native=no_native(
             "Fun-ASR-Nano adds sinusoids that count frames from 1. No scheme of this library has that origin.", "them"
         ),
     ),
     ("canary_decoder",): Architecture(
         mechanism="sinusoidal table",
-        silence=lambda stack, patches: patches.replace(stack.module.pos_emb, "forward", zero_vectors),
+        silence=silencer(of="pos_emb", forward=no_vectors),
         native=no_native(
             "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
             "scheme of this library has that scale.",
@@ -475,7 +417,11 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("wavlm",): Architecture(
         mechanism="gated relative bias",
         attention_classes=("WavLMAttention",),
-        silence=_silence_wavlm,
+        silence=silencer(
+            *("gru_rel_pos_const", "gru_rel_pos_linear", "rel_attn_embed"),
+            torch_multi_head_self_attention=plain_heads,
+            compute_bias=no_head_bias,
+        ),
         native=no_native(
             "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
             "further positions with a convolution over neighbouring embeddings. No scheme of this library does this.",
