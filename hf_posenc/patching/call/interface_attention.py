@@ -34,6 +34,7 @@ from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
+from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.paged_requests import EAGER, PAGES, PREFIX, attend_pages, read_pages
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.call.split_sequence import attend_split
@@ -120,6 +121,9 @@ class InterfaceAttention(Rebound, AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
+        state = self.runtime.states.top
+        if state is None and self.encoding.parts and is_outside(self.runtime):
+            return self.outside_stack(args, kwargs)
         near = self.encoding.only_rotates_near and self._has_near_pairs_only(args, kwargs)
         if self.may_only_rotate and (near or self.encoding.only_rotates) and POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
@@ -133,7 +137,6 @@ class InterfaceAttention(Rebound, AttentionSite):
                     self.refuse_skipped_rotation()
                 return output
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        state = self.runtime.states.top
         length, device = hidden_states.shape[1], hidden_states.device
         reorders = self.runtime.time_major or self.runtime.channels_first
         if state is not None and not reorders and state.is_for(length, device):

@@ -13,6 +13,7 @@ from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -44,6 +45,8 @@ class ScoresAttention(AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
+        if self.encoding.parts and is_outside(self.runtime):
+            return self.outside_stack(args, kwargs)
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
         if call.state.held_by_layer:
