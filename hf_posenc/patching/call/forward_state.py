@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared
+from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, traced, writes
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
@@ -308,7 +308,7 @@ class ForwardState:
             return compute()
         if mask is not None:
             self.scratch["mask", id(mask)] = mask
-            key = (key, id(mask))
+            key = (key, id(mask), writes(mask) if isinstance(mask, Tensor) and not traced() else 0)
         key = (key, None if everywhere else self.device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]

@@ -48,6 +48,7 @@ from hf_posenc.patching.forwards import (
     rotary_names,
     unknown_seam,
 )
+from hf_posenc.schemes.positions import writes
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -272,7 +273,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             # Tensors and functions cannot be compared in a graph.
             options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
             return implementation, id(mask), options, causal, self.native_bias, *settings
-        return function, mask, dict(kwargs), causal, self.native_bias, *settings
+        written = writes(mask) if isinstance(mask, Tensor) else 0
+        return function, mask, dict(kwargs), causal, self.native_bias, *settings, written
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
         """Adds the default scaling to the options of a call. Returns the mask, with a bias of the model that stays."""
