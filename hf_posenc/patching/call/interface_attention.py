@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.backends import attend_with_bias, attention_with
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.scores import in_parts
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import (
@@ -219,6 +220,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         """Called in place of the attention function."""
         call = self.calls.top
         assert call is not None
+        if query.shape[2] < call.hidden_states.shape[1]:
+            self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
         arguments: tuple[Any, ...] = ()
         if self.encoding.checked_with is not None and not args:
@@ -256,6 +259,19 @@ class InterfaceAttention(Rebound, AttentionSite):
             if checked is not None:
                 call.state.scratch[self.encoding.checked_with] = checked
         return output
+
+    def _refuse_parts(self, call: LayerCall, queries: int, keys: int) -> None:
+        """Refuses a call with some of the queries, unless the scheme has done its work before or reads distances alone.
+
+        Which queries they are is unknown, except in layouts that count them.
+        """
+        encoding = self.encoding
+        mapped = encoding.query_key_map is None or call.rotations > 0
+        if (mapped and encoding.logit_bias is None and encoding.logit_scale is None) or self.runtime.layout.has_axes:
+            return
+        reads_distances = encoding.repeats_bias or type(call.state) is not ForwardState
+        if call.hidden_states.dim() == 3 and (queries < keys or call.attended or not reads_distances):
+            raise in_parts(type(self.module).__name__)
 
     def _arguments(
         self,
