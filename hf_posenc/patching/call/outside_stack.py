@@ -44,7 +44,10 @@ def state_of_layer(
     """
     arguments = named_arguments(module, args, kwargs)
     cache, mask, ids = (first_cache(arguments.values()), *map(arguments.get, ("attention_mask", "position_ids")))
-    ids = ids if isinstance(ids, Tensor) and not ids.is_floating_point() else None
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.shape[-1] != length:
+        ids = None
+    # A mask of two axes may be one of pairs, or one of padding.
+    shows = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point()) == (mask.dim() == 4)
     offset = None
     if cache is not None:
         if states_positions(cache):
@@ -56,7 +59,7 @@ def state_of_layer(
         offset = int(keeper.get_seq_length(getattr(module, "layer_idx", None) or 0))
     elif ids is not None or mask is not None:
         offset = 0
-    padding = None if mask is None else padding_mask(mask, module, offset)
+    padding = padding_mask(mask, module, offset) if shows else None
     positions, coordinates = split_axes(ids, runtime, cache, offset, padding)
     hides = mask is not None and padding is None
     return ForwardState(length, offset, positions, padding, coordinates, None, hides, cache)
