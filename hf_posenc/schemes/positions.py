@@ -34,11 +34,6 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-def writes(tensor: Tensor) -> int:
-    """How often others have written to a tensor; 0 for one of inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
     """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied."""
 
@@ -62,7 +57,7 @@ class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
         weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
         found = [weight for weight in weights if weight is not None]
         for weight in found:
-            state += (weight.data_ptr(), writes(weight))
+            state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
         if known is not None and known[0] == state and (fits is None or fits(known[1])):
             return known[1]

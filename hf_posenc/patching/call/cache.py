@@ -31,7 +31,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.forwards import unknown_seam
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.positions import KeptValues, exporting, traced, writes
+from hf_posenc.schemes.positions import KeptValues, exporting, traced
 
 _KEPT = "_hf_posenc_kept"
 #: By the identity of the cache, because a class of caches may define equality.
@@ -489,5 +489,5 @@ def _keys(cache: Any) -> list[Tensor]:
 
 
 def _writes(tensor: Tensor | None) -> tuple[Any, ...]:
-    """How often others have written to a tensor, and its shape."""
-    return () if tensor is None else (writes(tensor), tensor.shape)
+    """How often others have written to a tensor, and its shape. Tensors of inference mode do not count."""
+    return () if tensor is None else (0 if tensor.is_inference() else tensor._version, tensor.shape)

@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, traced, writes
+from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
@@ -308,7 +308,8 @@ class ForwardState:
             return compute()
         if mask is not None:
             self.scratch["mask", id(mask)] = mask
-            key = (key, id(mask), writes(mask) if isinstance(mask, Tensor) and not traced() else 0)
+            counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
+            key = (key, id(mask), mask._version if counts else 0)
         key = (key, None if everywhere else self.device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
@@ -422,14 +423,12 @@ def places_in_sequence(
 
 
 def split_axes(
-    position_ids: Tensor | None, runtime: StackRuntime, cache: Any, offset: int | Tensor | None, padding: Tensor | None
+    position_ids: Tensor, runtime: StackRuntime, cache: Any, offset: int | Tensor | None, padding: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Splits position ids into `(batch, query_len)` and, for multi-axis schemes, `(axes, batch, query_len)`.
 
     Qwen's models may prepend the position in the sequence to time, height and width.
     """
-    if position_ids is None:
-        return None, None
     if not position_ids.is_floating_point():
         position_ids = position_ids.long()
     if position_ids.dim() != 3 or not (runtime.reads_coordinates or runtime.makes_coordinates):

@@ -49,7 +49,6 @@ from hf_posenc.patching.forwards import (
     rotary_names,
     unknown_seam,
 )
-from hf_posenc.schemes.positions import writes
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -123,7 +122,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
-        state = self.runtime.states.top
+        state = self.runtime.states.top if self.encoding.parts else None
         if state is None and self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)
         near = self.encoding.only_rotates_near and self._has_near_pairs_only(args, kwargs)
@@ -289,7 +288,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             # Tensors and functions cannot be compared in a graph.
             options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
             return implementation, id(mask), options, causal, self.native_bias, *settings
-        written = writes(mask) if isinstance(mask, Tensor) else 0
+        written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
         return function, mask, dict(kwargs), causal, self.native_bias, *settings, written
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:

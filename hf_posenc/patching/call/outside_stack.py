@@ -60,6 +60,6 @@ def state_of_layer(
     elif ids is not None or mask is not None:
         offset = 0
     padding = padding_mask(mask, module, offset) if shows else None
-    positions, coordinates = split_axes(ids, runtime, cache, offset, padding)
+    positions, coordinates = (None, None) if ids is None else split_axes(ids, runtime, cache, offset, padding)
     hides = mask is not None and padding is None
     return ForwardState(length, offset, positions, padding, coordinates, None, hides, cache)

@@ -437,7 +437,9 @@ class StackForward(PlacedForward):
             return state, args, kwargs
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
-        position_ids, coordinates = split_axes(arguments.get("position_ids"), self.runtime, cache, offset, padding)
+        position_ids, coordinates = arguments.get("position_ids"), None
+        if position_ids is not None:
+            position_ids, coordinates = split_axes(position_ids, self.runtime, cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
             position_ids = for_every_token(position_ids, tokens)
         generation = None if torch.compiler.is_compiling() else GENERATION.get()
