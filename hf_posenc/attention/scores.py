@@ -5,6 +5,9 @@ product of queries and keys uses the mapped ones, and the bias is added before t
 code does everything else, and no forward is copied. The bias receives the factor by which the module multiplies the
 product: some modules scale their queries, some their keys, some their scores, and some nothing. The bias also receives
 the factors of the queries and of the keys.
+
+A module may compute attention in several parts, such as blocks of queries. Only the first one would have the scheme, so
+this is refused, unless the scheme has done its work before.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.attention.block_attention import merge_mask
+from hf_posenc.errors import UnsupportedError
 
 TensorPair = tuple[Tensor, Tensor]
-#: (query, key), each `(..., length, head_dim)` -> the same, mapped.
+#: (query, key), each `(..., length, head_dim)` -> the same, mapped; the given tensors themselves if nothing changes.
 PairMap = Callable[[Tensor, Tensor], TensorPair]
 Factor = float | Tensor
 #: (factor of `query . key`, factor that the queries contain, that of the keys) -> the bias, `(batch or 1, heads,
 #: query_len, key_len)` float32.
 BiasSource = Callable[[Factor, Factor, Factor], Tensor]
 
+#: The names of the operands of these functions. They may be given by name.
+_OPERANDS = ("input", "other", "mat2", "tensor2")
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 _ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
 _MULTIPLICATIONS = {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}
@@ -40,6 +46,10 @@ _RESHAPES = {
     *(Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.contiguous, Tensor.unsqueeze),
     *(Tensor.squeeze, Tensor.flatten, Tensor.unflatten, Tensor.to, Tensor.float, Tensor.type_as),
 }
+_TRANSPOSITIONS = {
+    *(torch.transpose, torch.swapaxes, torch.swapdims, torch.permute, Tensor.mT.__get__, Tensor.permute),  # type: ignore[attr-defined]
+    *(Tensor.transpose, Tensor.swapaxes, Tensor.swapdims),
+}
 _SOFTMAX = {functional.softmax, torch.softmax, Tensor.softmax}
 _DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
 
@@ -48,18 +58,26 @@ class ScoresMode(TorchFunctionMode):
     """Applies a q-k map and a bias to the attention that runs inside it.
 
     Args:
+        owner: the name of the module's class, for messages.
         head_dim: width of a head, used to recognise a product of queries and keys.
         pair_map: the q-k map, or `None`.
         bias: the bias, or `None`.
     """
 
-    def __init__(self, head_dim: int, pair_map: PairMap | None, bias: BiasSource | None) -> None:
+    def __init__(self, owner: str, head_dim: int, pair_map: PairMap | None, bias: BiasSource | None) -> None:
         super().__init__()
+        self.owner = owner
         self.head_dim = head_dim
         self.pair_map = pair_map
         self.bias = bias
         self.score_shape: tuple[int, int] | None = None
         self.biased = False
+        #: Whether the scheme changes the first product or its softmax, and has to change others too.
+        self.changes_part = bias is not None
+        #: Number of axes of the scores in the first softmax, or of the heads in the call of a kernel; 0 before it.
+        self._axes = 0
+        #: Whether the last two axes of the scores have been exchanged.
+        self._turned = False
         #: The product of queries and keys, or the result of later operations on it, and its factor so far.
         self.scores: Any = None
         self.factor: Factor = 1.0
@@ -81,22 +99,45 @@ class ScoresMode(TorchFunctionMode):
                 self.scores = result
                 self._scaled.clear()
             return result
-        if self.bias is None or self.biased:
-            return func(*args, **kwargs)
-        if func in _SOFTMAX and args[0].shape[-2:] == torch.Size(self.score_shape):
-            self.biased = True
-            return func(args[0] + self._bias_like(args[0]), *args[1:], **kwargs)
+        given = _given(args, kwargs)
+        if func is _DOT_PRODUCT_ATTENTION or (func in _SOFTMAX and self._is_over_keys(given[0])):
+            self._refuse_other_parts(func)
+            self._axes = given[0].dim()
+            if self.bias is not None and func in _SOFTMAX and not self.biased:
+                self.biased = True
+                rest = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
+                return func(given[0] + self._bias_like(given[0], given[0].dtype), *args[1:], **rest)
         result = func(*args, **kwargs)
-        given = (*args, *kwargs.values())
         if any(value is self.scores for value in given):
             self._follow(func, given, result)
         return result
 
+    def _is_over_keys(self, scores: Tensor) -> bool:
+        """Whether a tensor, of which a softmax is taken, has the scores of a part: at first those of the product."""
+        assert self.score_shape is not None
+        if self._axes:
+            return scores.dim() == self._axes and scores.shape[-1] == self.score_shape[1]
+        return scores.shape[-2:] == torch.Size(self.score_shape)
+
+    def _refuse_other_parts(self, func: Any) -> None:
+        """Refuses a second part, or scores of keys times queries, whose rows are not those of the queries."""
+        if self.changes_part and (self._axes or func is _DOT_PRODUCT_ATTENTION):
+            raise in_parts(self.owner)
+        if self.changes_part and self._turned:
+            raise UnsupportedError(
+                f"{self.owner} multiplies keys with queries, keys first, and exchanges the two axes of the scores. "
+                "Multiply queries with keys."
+            )
+
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; with mapped queries and keys if it multiplies them."""
-        if func in _PRODUCTS and self._is_score_product(args[0], args[1].transpose(-1, -2)):
-            query, key = self._map(args[0], args[1].transpose(-1, -2), *args[:2])
-            return func(query, key.transpose(-1, -2), *args[2:], **kwargs)
+        if func in _PRODUCTS:
+            query, key, *_ = _given(args, kwargs)
+            if key.dim() < 2 or not self._is_score_product(query, key.transpose(-1, -2)):
+                return func(*args, **kwargs)
+            query, key = self._map(query, key.transpose(-1, -2), query, key)
+            rest = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
+            return func(query, key.transpose(-1, -2), *args[2:], **rest)
         if func in _ADDED_PRODUCTS:
             return self._added_product(func, args, kwargs)
         if func is torch.einsum and isinstance(args[0], str):
@@ -129,6 +170,9 @@ class ScoresMode(TorchFunctionMode):
         elif func in _DIVISIONS and given[0] is self.scores:
             self.factor = self.factor / given[1]
         if isinstance(result, Tensor) and result.numel() == self.scores.numel():
+            before, after = self.scores.stride()[-2:], result.stride()[-2:]
+            if func in _TRANSPOSITIONS and before == after[::-1] != after:
+                self._turned = not self._turned
             self.scores = result
 
     def _is_score_product(self, query: Any, key: Any) -> bool:
@@ -141,7 +185,11 @@ class ScoresMode(TorchFunctionMode):
         """The mapped query and key. `given` are the two as the module has passed them, which may have factors."""
         self.query_factor, self.key_factor = map(self._factor_of, given)
         self.score_shape = (query.shape[-2], key.shape[-2])
-        return (query, key) if self.pair_map is None else self.pair_map(query, key)
+        if self.pair_map is None:
+            return query, key
+        mapped = self.pair_map(query, key)
+        self.changes_part = self.changes_part or mapped[0] is not query or mapped[1] is not key
+        return mapped
 
     def _added_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("input", "batch1", "batch2")
@@ -178,9 +226,10 @@ class ScoresMode(TorchFunctionMode):
         self.factor = given["query"].shape[-1] ** -0.5 if scale is None else scale
         query, key = given["query"], given["key"]
         given["query"], given["key"] = self._map(query, key, query, key)
+        self._axes = query.dim()
         if self.bias is not None:
             query_length, key_length = self.score_shape or (0, 0)
-            bias = self.bias(self.factor, self.query_factor, self.key_factor)
+            bias = self._bias_like(given["query"])
             mask = given.get("attn_mask")
             if given.pop("is_causal", False):
                 mask = torch.ones(query_length, key_length, dtype=torch.bool, device=bias.device).tril()
@@ -188,13 +237,27 @@ class ScoresMode(TorchFunctionMode):
             self.biased = True
         return _DOT_PRODUCT_ATTENTION(**given)
 
-    def _bias_like(self, scores: Tensor) -> Tensor:
+    def _bias_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The bias in the shape of scores or of the heads of a kernel."""
         assert self.bias is not None
-        bias = self.bias(self.factor, self.query_factor, self.key_factor).to(scores.dtype)
-        if scores.dim() == 3:
+        bias = self.bias(self.factor, self.query_factor, self.key_factor).to(dtype)
+        if like.dim() == 3:
             # Batch and heads share one axis, batch-major.
-            return bias.expand(scores.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)
+            return bias.expand(like.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)
         return bias
+
+
+def in_parts(owner: str) -> UnsupportedError:
+    """The error for a module whose other parts would lack the scheme."""
+    return UnsupportedError(
+        f"{owner} computes its attention in several parts (blocks of queries, rows of a batch, or heads), and only the "
+        "first of them would have the position encoding. Compute the attention of all queries, rows and heads at once."
+    )
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a torch function, its operands first."""
+    return (*args, *(kwargs[name] for name in _OPERANDS if name in kwargs), *kwargs.values())
 
 
 def _is_number(value: Any) -> bool:

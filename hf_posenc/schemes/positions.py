@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import SequenceLengthError
 
 Value = TypeVar("Value")
+#: The modules of this package.
+_OWN = f"{__name__.partition('.')[0]}."
 #: Up to this many keys, layers share what follows from the positions of all pairs.
 _FEW_KEYS = 128
 
@@ -45,7 +47,13 @@ class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [weakref.ref(part)]
         # Most parts have no submodules, and `parameters` calls many functions.
-        modules = part.modules() if part._modules else (part,)
+        modules = [*part.modules()] if part._modules else (part,)
+        for module in modules:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return compute()
+            if not type(module).__module__.startswith(_OWN):
+                # Parts of others may read numbers that are neither weights nor buffers.
+                state += [value for value in vars(module).values() if isinstance(value, int | float | str)]
         weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
         found = [weight for weight in weights if weight is not None]
         for weight in found:

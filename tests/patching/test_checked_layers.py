@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
 from tests.matrix.running import drawn, patched, placed, tokens
@@ -40,7 +41,7 @@ def other_scaling(model: Any) -> None:
 
 def narrower_mask(model: Any) -> None:
     def narrow(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        queries, cache = kwargs["hidden_states"].shape[1], kwargs.get("past_key_values")
+        queries, cache = kwargs["hidden_states"].shape[1], first_cache(kwargs.values())
         keys = queries + (0 if cache is None else cache.get_seq_length(2))
         near = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries - 2)
         return args, kwargs | {"attention_mask": near[None, None]}
@@ -113,6 +114,28 @@ def test_layers_under_autocast_differ_from_those_outside(scheme: str, monkeypatc
     monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_mask_may_be_changed_in_place_between_layers(scheme: str) -> None:
+    """As by a tool that hides keys from single layers."""
+    ids = tokens(length=9)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+
+    def run(in_place: bool) -> Tensor:
+        def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            mask = kwargs["attention_mask"] if in_place else kwargs["attention_mask"].clone()
+            mask[..., 2:, 1] = False
+            return args, kwargs | {"attention_mask": mask}
+
+        model, mask = built(scheme, lambda model: None), causal.clone()
+        for layer in model.model.layers[2:]:
+            layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True)
+        logits: Tensor = model(input_ids=ids, attention_mask=mask).logits
+        return logits
+
+    torch.testing.assert_close(run(in_place=True), run(in_place=False), atol=2e-5, rtol=1e-4)
 
 
 @pytest.fixture

@@ -171,31 +171,53 @@ class Steps(DistanceBias):
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
+        self.strength = 1.0
         self.register_buffer("saved", torch.zeros(context.num_heads))
         self.register_buffer("computed", torch.arange(1.0, 1 + context.num_heads), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        return -torch.einsum("h,...->h...", (self.saved + self.computed).float(), distance.abs().float())
+        slopes = self.strength * (self.saved + self.computed).float()
+        return -torch.einsum("h,...->h...", slopes, distance.abs().float())
 
 
 OwnBuffers = own("alibi", "part_class", Steps)
 OWN[OwnBuffers.name] = OwnBuffers
 
 
-@torch.no_grad()
-def test_a_buffer_may_change_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last_token(change: float) -> torch.Tensor:
-        model, cache = patched("llama_gqa", OwnBuffers()), DynamicCache()
-        for ids in tokens(1, 8)[:, :7].split([6, 1], dim=1):
-            model(ids, past_key_values=cache)
-        for part in model.position_encoding.parts():
-            part.saved.fill_(change)
-        return model(tokens(1, 8)[:, 7:], past_key_values=cache).logits
+def write(part: Any) -> None:
+    part.saved.fill_(2.0)
 
-    found = last_token(2.0)
-    assert distance(found, last_token(0.0)) > 1e-3
+
+def set_attribute(part: Any) -> None:
+    part.strength = 3.0
+
+
+def hook(part: Any) -> None:
+    part.register_forward_hook(lambda part, given, result: 3.0 * result)
+
+
+def unhook(part: Any) -> None:
+    part._forward_hooks.clear()
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, write), (None, set_attribute), (None, hook), (hook, unhook)])
+@torch.no_grad()
+def test_a_part_may_change_between_tokens(before: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers that decoding keeps are those of the part as it is now."""
+
+    def last_token(after: Any) -> torch.Tensor:
+        model, cache = patched("llama_gqa", OwnBuffers()), DynamicCache()
+        given = zip((before, None, after), tokens(1, 8).split([6, 1, 1], dim=1), strict=True)
+        for change, ids in given:
+            for part in model.position_encoding.parts():
+                _ = change and change(part)
+            logits: torch.Tensor = model(ids, past_key_values=cache).logits
+        return logits
+
+    found = last_token(after)
+    assert distance(found, last_token(None)) > 1e-3
     monkeypatch.setattr(KeptValues, "of", lambda kept, part, name, compute, fits=None: compute())
-    assert distance(found, last_token(2.0)) <= 1e-5
+    assert distance(found, last_token(after)) <= 1e-5
 
 
 @pytest.mark.parametrize("way", ["folder", "meta device", "scheme alone", "name", "other order"])

@@ -25,6 +25,7 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
+from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.patching.call.paged_requests import heads_first
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -163,6 +164,18 @@ class AttentionSite(LogitSite):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""
         raise NotImplementedError
+
+    def outside_stack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call that nobody has resolved the positions of, at those that its arguments state."""
+        hidden_states = args[0] if args else next(iter(kwargs.values()))
+        length = self.runtime.batch_first(hidden_states).shape[1]
+        states = self.runtime.states.own()
+        depth = len(states)
+        try:
+            states.append(state_of_layer(self.runtime, self.module, args, kwargs, length))
+            return self(*args, **kwargs)
+        finally:
+            del states[depth:]
 
     def begin_call(self, hidden_states: Tensor) -> LayerCall:
         """Starts a call. `hidden_states` are the module's input, in the axis order of its architecture."""

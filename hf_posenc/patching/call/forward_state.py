@@ -17,15 +17,16 @@ from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared
+from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.call.runtime import StackRuntime
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
 Value = TypeVar("Value")
 
 
-def padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Tensor | None:
+def padding_mask(mask: Any, module: nn.Module, offset: int | Tensor | None) -> Tensor | None:
     """`(batch, key_len)`, 1 at real tokens, from any kind of mask; `None` if the mask does not show padding.
 
     `generate` may pass prepared masks, `(batch, 1, query_len, key_len)`, one for each kind of layer. In a layer without
@@ -34,7 +35,11 @@ def padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Te
     """
     if isinstance(mask, dict):
         mask = mask.get("full_attention")
-    elif isinstance(mask, Tensor) and mask.dim() == 4 and getattr(stack.config, "sliding_window", None):
+    elif (
+        isinstance(mask, Tensor)
+        and mask.dim() == 4
+        and getattr(getattr(module, "config", None), "sliding_window", None)
+    ):
         return None
     if not isinstance(mask, Tensor):
         return None
@@ -303,7 +308,8 @@ class ForwardState:
             return compute()
         if mask is not None:
             self.scratch["mask", id(mask)] = mask
-            key = (key, id(mask))
+            counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
+            key = (key, id(mask), mask._version if counts else 0)
         key = (key, None if everywhere else self.device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
@@ -414,6 +420,21 @@ def places_in_sequence(
     known = recorded(cache)
     # After an image, all axes of a new token are equal, but shifted against its place in the sequence.
     return None if known is None or known.ids is None else position_ids[0]
+
+
+def split_axes(
+    position_ids: Tensor, runtime: StackRuntime, cache: Any, offset: int | Tensor | None, padding: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Splits position ids into `(batch, query_len)` and, for multi-axis schemes, `(axes, batch, query_len)`.
+
+    Qwen's models may prepend the position in the sequence to time, height and width.
+    """
+    if not position_ids.is_floating_point():
+        position_ids = position_ids.long()
+    if position_ids.dim() != 3 or not (runtime.reads_coordinates or runtime.makes_coordinates):
+        return one_axis(position_ids), None
+    coordinates = position_ids[-AXES:] if runtime.reads_coordinates else None
+    return places_in_sequence(position_ids, cache, offset, padding), coordinates
 
 
 def _requires_grad(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.backends import attend_with_bias, attention_with
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.scores import in_parts
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import (
@@ -34,6 +35,7 @@ from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
+from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.paged_requests import EAGER, PAGES, PREFIX, attend_pages, read_pages
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.call.split_sequence import attend_split
@@ -120,6 +122,9 @@ class InterfaceAttention(Rebound, AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
+        state = self.runtime.states.top if self.encoding.parts else None
+        if state is None and self.encoding.parts and is_outside(self.runtime):
+            return self.outside_stack(args, kwargs)
         near = self.encoding.only_rotates_near and self._has_near_pairs_only(args, kwargs)
         if self.may_only_rotate and (near or self.encoding.only_rotates) and POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
@@ -133,7 +138,6 @@ class InterfaceAttention(Rebound, AttentionSite):
                     self.refuse_skipped_rotation()
                 return output
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        state = self.runtime.states.top
         length, device = hidden_states.shape[1], hidden_states.device
         reorders = self.runtime.time_major or self.runtime.channels_first
         if state is not None and not reorders and state.is_for(length, device):
@@ -215,6 +219,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         """Called in place of the attention function."""
         call = self.calls.top
         assert call is not None
+        if query.shape[2] < call.hidden_states.shape[1]:
+            self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
         arguments: tuple[Any, ...] = ()
         if self.encoding.checked_with is not None and not args:
@@ -253,6 +259,19 @@ class InterfaceAttention(Rebound, AttentionSite):
                 call.state.scratch[self.encoding.checked_with] = checked
         return output
 
+    def _refuse_parts(self, call: LayerCall, queries: int, keys: int) -> None:
+        """Refuses a call with some of the queries, unless the scheme has done its work before or reads distances alone.
+
+        Which queries they are is unknown, except in layouts that count them.
+        """
+        encoding = self.encoding
+        mapped = encoding.query_key_map is None or call.rotations > 0
+        if (mapped and encoding.logit_bias is None and encoding.logit_scale is None) or self.runtime.layout.has_axes:
+            return
+        reads_distances = encoding.repeats_bias or type(call.state) is not ForwardState
+        if call.hidden_states.dim() == 3 and (queries < keys or call.attended or not reads_distances):
+            raise in_parts(type(self.module).__name__)
+
     def _arguments(
         self,
         implementation: str | None,
@@ -269,7 +288,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             # Tensors and functions cannot be compared in a graph.
             options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
             return implementation, id(mask), options, causal, self.native_bias, *settings
-        return function, mask, dict(kwargs), causal, self.native_bias, *settings
+        written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
+        return function, mask, dict(kwargs), causal, self.native_bias, *settings, written
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
         """Adds the default scaling to the options of a call. Returns the mask, with a bias of the model that stays."""

@@ -26,6 +26,7 @@ from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, table_weight
 from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_state import GridState, numbers_in
+from hf_posenc.patching.call.outside_stack import is_outside, state_of_layer
 from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
@@ -198,11 +199,10 @@ class AddToHiddenStates(OfStack):
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the layer's arguments with the encoding added to `hidden_states`."""
-        phases = kwargs.get("position_embeddings")
         if args and isinstance(args[0], Tensor):
-            return (self._add(args[0], phases), *args[1:]), kwargs
+            return (self._add(args[0], layer, args, kwargs), *args[1:]), kwargs
         name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-        return args, kwargs | {name: self._add(kwargs[name], phases)}
+        return args, kwargs | {name: self._add(kwargs[name], layer, args, kwargs)}
 
     def _add_on_grid(self, hidden_states: Tensor, phases: Any) -> Tensor:
         """Adds the vectors of patches: `(batch, tokens, hidden)`, without a batch, or with rows and columns."""
@@ -216,12 +216,15 @@ class AddToHiddenStates(OfStack):
         encoded = vectors(self.additive, state).to(hidden_states.dtype)
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
-    def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
+    def _add(self, hidden_states: Tensor, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.runtime.layout.has_axes:
-            return self._add_on_grid(hidden_states, phases)
+            return self._add_on_grid(hidden_states, kwargs.get("position_embeddings"))
         time_axis = 0 if self.runtime.time_major else -2
         length = hidden_states.shape[time_axis]
-        state = self.runtime.state_for(length, hidden_states.device)
+        if is_outside(self.runtime):
+            state = state_of_layer(self.runtime, layer, args, kwargs, length).on(hidden_states.device)
+        else:
+            state = self.runtime.state_for(length, hidden_states.device)
         if self.runtime.time_major and state.offset:
             raise UnsupportedError(
                 "The memory of this architecture stores the input of its first layer before positions are added, so "

@@ -48,7 +48,7 @@ from hf_posenc.patching.call.forward_state import (
     for_every_token,
     one_axis,
     padding_mask,
-    places_in_sequence,
+    split_axes,
 )
 from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.module_sites import SlotBuffers
@@ -438,7 +438,9 @@ class StackForward(PlacedForward):
             return state, args, kwargs
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
-        position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
+        position_ids, coordinates = arguments.get("position_ids"), None
+        if position_ids is not None:
+            position_ids, coordinates = split_axes(position_ids, self.runtime, cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
             position_ids = for_every_token(position_ids, tokens)
         generation = None if torch.compiler.is_compiling() else GENERATION.get()
@@ -477,19 +479,3 @@ class StackForward(PlacedForward):
             return state, args, kwargs
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
         return state, args, kwargs | {"attention_mask": ones}
-
-    def _split_axes(
-        self, position_ids: Tensor | None, cache: Any, offset: int | Tensor | None, padding: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Splits position ids into `(batch, query_len)` and, for multi-axis schemes, `(axes, batch, query_len)`.
-
-        Qwen's models may prepend the position in the sequence to time, height and width.
-        """
-        if position_ids is None:
-            return None, None
-        if not position_ids.is_floating_point():
-            position_ids = position_ids.long()
-        if position_ids.dim() != 3 or not (self.runtime.reads_coordinates or self.runtime.makes_coordinates):
-            return one_axis(position_ids), None
-        coordinates = position_ids[-AXES:] if self.runtime.reads_coordinates else None
-        return places_in_sequence(position_ids, cache, offset, padding), coordinates

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.scores import Factor, ScoresMode
+from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -44,6 +45,8 @@ class ScoresAttention(AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
+        if self.encoding.parts and is_outside(self.runtime):
+            return self.outside_stack(args, kwargs)
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
         if call.state.held_by_layer:
@@ -54,26 +57,40 @@ class ScoresAttention(AttentionSite):
         args, kwargs = self._without_native_bias(forward, args, kwargs)
         seen: list[tuple[Tensor, Tensor]] = []
 
+        adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
+
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            encoding = self.encoding
+            changes = not call.rotations or encoding.rotates_by_input or encoding.logit_scale is not None
+            if not changes and not adds_bias:
+                return query, key
             # The module may merge batch and heads.
-            whole = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
+            some_heads = query.shape[:-2].numel() % encoding.num_heads > 0
+            some_queries = query.shape[-2] < key.shape[-2] == call.hidden_states.shape[1]
+            if some_heads or (some_queries and not self.runtime.layout.has_axes):
+                raise in_parts(type(self.module).__name__)
+            whole = query.reshape(-1, encoding.num_heads, *query.shape[-2:])
             heads = whole, key.reshape(whole.shape[0], -1, *key.shape[-2:])
             self.check_head_count(heads[0])
             self.check_rotated(call, heads[0])
             heads = self.map_before_kernel(call, *heads)
             seen[:] = [heads]
-            if self.encoding.rotates_by_input:
+            if encoding.rotates_by_input:
                 heads = self.rotated_by_input(call, *heads)
-            scaled = heads[0] if self.encoding.logit_scale is None else self.scaled(call.state, heads[0])
+            if not changes:
+                return query, key
+            scaled = heads[0] if encoding.logit_scale is None else self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
         def bias(scaling: Factor, query_factor: Factor, key_factor: Factor) -> Tensor:
             rotated = self.encoding.rotates_by_input
             return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).rows()
 
-        adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(
-            self.encoding.head_dim, pair_map if self.encoding.parts else None, bias if adds_bias else None
+            type(self.module).__name__,
+            self.encoding.head_dim,
+            pair_map if self.encoding.parts else None,
+            bias if adds_bias else None,
         )
         function = in_decorators(type(self.module).forward, self._rebind(forward, call))
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None

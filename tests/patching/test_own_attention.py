@@ -1,0 +1,186 @@
+"""Attention of other code outside the attention interface: what its forward may look like, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    repeat_kv,
+)
+
+from hf_posenc import patch_model
+from hf_posenc.errors import UnsupportedError
+from tests.matrix.running import distance, drawn, tokens
+from tests.models import tiny
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: A bias, one that reads queries, a rotation by the input, a scale, and a rotation.
+SCHEMES: list[Any] = ["alibi", "shaw", "repo", "ssmax", "rope"]
+
+
+def weights(query: Tensor, key: Tensor, visible: Tensor | None = None, **names: Any) -> Tensor:
+    scores = torch.matmul(query, key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+    visible = causal(query, key) if visible is None else visible
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1)
+
+
+def causal(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+
+
+def of_names(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.matmul(input=query, other=key.transpose(-1, -2) * query.shape[-1] ** -0.5)
+    scores = scores.masked_fill(~causal(query, key), torch.finfo(scores.dtype).min)
+    return torch.matmul(torch.softmax(input=scores, dim=-1), other=value)
+
+
+def with_a_vector(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    gate = torch.matmul(query, torch.zeros(query.shape[-1]))
+    return weights(query, key) @ value + gate.unsqueeze(-1)
+
+
+def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    heads = (one.flatten(0, 1) for one in (query, key, value))
+    made = functional.scaled_dot_product_attention(*heads, attn_mask=causal(query, key))
+    return made.unflatten(0, query.shape[:2])
+
+
+def blocks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One for the short run of a patch."""
+    visible = causal(query, key).split(16)
+    parts = zip(query.split(16, dim=2), visible, strict=True)
+    return torch.cat([weights(one, key, seen) @ value for one, seen in parts], dim=2)
+
+
+def blocks_of_kernels(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    parts = zip(query.split(16, dim=2), causal(query, key).split(16), strict=True)
+    call = functional.scaled_dot_product_attention
+    return torch.cat([call(one, key, value, attn_mask=seen) for one, seen in parts], dim=2)
+
+
+def rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.stack([weights(*pair) @ own for *pair, own in zip(query, key, value, strict=True)])
+
+
+def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    given = (one.unbind(1) for one in (query, key, value))
+    return torch.stack([weights(*pair) @ own for *pair, own in zip(*given, strict=True)], dim=1)
+
+
+def keys_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.matmul(key, query.transpose(-1, -2)).transpose(-1, -2) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~causal(query, key), torch.finfo(scores.dtype).min).softmax(-1) @ value
+
+
+def blocks_of_the_interface(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
+    query, key, value = heads
+    parts = zip(query.split(16, dim=2), mask.split(16, dim=2), strict=True)
+    return torch.cat([attend(module, one, key, value, seen, scaling=0.3)[0] for one, seen in parts], dim=1)
+
+
+def prefixes_of_the_interface(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
+    found = []
+    for stop in (16, 32, 40):
+        query, key, value = (one[:, :, :stop] for one in heads)
+        start = len(found) * 16
+        seen = mask[:, :, start:stop, :stop]
+        found.append(attend(module, query[:, :, start:], key, value, seen, scaling=0.3)[0])
+    return torch.cat(found, dim=1)
+
+
+def windows_of_the_interface(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
+    parts = zip(*(one.split(20, dim=2) for one in heads), strict=True)
+    return torch.cat([attend(module, *part, mask[:, :, :20, :20], scaling=0.3)[0] for part in parts], dim=1)
+
+
+class OwnInterface(LlamaAttention):
+    """Attention that calls the function of the interface several times for a long text."""
+
+    way: Any
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        mask = causal(query, key)[None, None]
+        heads = [query, key, value]
+        way = self.way if query.shape[2] > 16 else lambda *given: attend(self, *heads, mask, scaling=0.3)[0]
+        return self.o_proj(way(self, attend, heads, mask).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+WAYS = [blocks_of_the_interface, prefixes_of_the_interface, windows_of_the_interface]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_parts_of_the_interface_have_the_rotation_and_nothing_else(way: Any, scheme: Any) -> None:
+    stock, model = (tiny("LlamaForCausalLM", attn_implementation="sdpa").eval() for _ in range(2))
+    model.load_state_dict(stock.state_dict())
+    for layer in (*stock.model.layers, *model.model.layers):
+        layer.self_attn.__class__ = OwnInterface
+        layer.self_attn.way = way
+    patch_model(model, scheme)
+    if scheme == "rope":
+        assert distance(model(tokens(2, 40)).logits, stock(tokens(2, 40)).logits) <= 1e-4
+        return
+    with pytest.raises(UnsupportedError, match=r"^OwnInterface computes its attention in several parts"):
+        model(tokens(2, 40), use_cache=False)
+
+
+def built(core: Core | None, scheme: Any) -> Any:
+    """A Llama, with attention that `core` computes."""
+
+    class OwnAttention(LlamaAttention):
+        def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            projections = self.q_proj, self.k_proj, self.v_proj
+            query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            key, value = (repeat_kv(one, self.num_key_value_groups) for one in (key, value))
+            assert core is not None
+            found = core(query, key, value).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+            return self.o_proj(found), None
+
+    torch.manual_seed(0)
+    model = tiny("LlamaForCausalLM").eval()
+    if core is not None:
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = OwnAttention
+    return drawn(patch_model(model, scheme), std=0.3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("core", [of_names, with_a_vector, merged])
+@torch.no_grad()
+def test_a_forward_that_can_be_followed(core: Core, scheme: Any) -> None:
+    ids = tokens(2, 40)
+    expected = built(None, scheme)(ids, use_cache=False).logits
+    assert distance(built(core, scheme)(ids, use_cache=False).logits, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("core", [blocks, blocks_of_kernels, rows, heads, keys_first])
+@torch.no_grad()
+def test_a_forward_whose_parts_would_lack_the_scheme_is_refused(core: Core, scheme: Any) -> None:
+    """The rotary function is replaced before, so a rotation is complete in every part."""
+    ids = tokens(2, 40)
+    if scheme == "rope":
+        expected = built(None, scheme)(ids, use_cache=False).logits
+        assert distance(built(core, scheme)(ids, use_cache=False).logits, expected) <= 1e-4
+        return
+    with pytest.raises(
+        UnsupportedError, match=r"^OwnAttention (computes its attention in several|multiplies keys with)"
+    ):
+        built(core, scheme)(ids, use_cache=False)
