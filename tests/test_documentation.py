@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    BertTokenizer,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -82,7 +83,8 @@ def test_the_code_of_the_training_page_runs() -> None:
 
 def test_the_code_of_the_adapters_page_runs() -> None:
     small_llama().save_pretrained("base")
-    scope = run("docs/how_to/adapters.md", {})
+    BertTokenizer(vocab={"[UNK]": 0, "[PAD]": 1, "the": 2, "dog": 3}).save_pretrained("base")
+    scope = run("docs/how_to/adapters.md", {"texts": ["the dog", "the dog the dog"] * 8})
     for name in ("again", "base", "reference"):
         assert scope[name].position_encoding.config == scope["model"].position_encoding.config
     assert not hasattr(scope["stock"], "position_encoding")

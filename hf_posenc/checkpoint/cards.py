@@ -347,7 +347,7 @@ def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], ada
         f"`{command} run -- COMMAND` starts a program in this way."
     ]
     quoted = shlex.quote(name)
-    export = f"{command} export {quoted} --to gguf --output DIR"
+    export = f"{command} export {quoted} --to TARGET --output DIR"
     if adapter:
         export += " --merge-adapters"
     elif model.can_generate():

@@ -213,7 +213,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
     if length <= trained or not far:
         reason = f"The rotation of the {kind} reaches {trained} tokens." if length <= trained else ONLY_WINDOWS_ROTATE
         if method is not None:
-            raise ValueError(f"{reason} extend_context(model, length=...) is enough.")
+            raise ValueError(f"{reason} No method is needed for that length. Leave out method={method!r}.")
         patch_model(model, "native", part=part)
         return "" if length <= trained else f"extend_context has changed nothing but the length. {reason}"
     refusals = []

@@ -57,7 +57,7 @@ def _check_name(config_class: type[SchemeConfig]) -> None:
     if places[0] != places[1]:
         raise ValueError(
             f"The scheme name {config_class.name!r} already belongs to {'.'.join(places[0])}. Give "
-            f"{config_class.__name__} another name, and register it with @hf_posenc.register_scheme."
+            f"{config_class.__name__} another name, and register it under that name."
         )
 
 
