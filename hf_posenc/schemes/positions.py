@@ -32,22 +32,27 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
+def weights_of(part: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a part and of its submodules. Every layer asks, and `parameters` is slow."""
+    weights: list[Tensor | None] = [*part._parameters.values(), *part._buffers.values()]
+    for module in part._modules.values():
+        weights += () if module is None else weights_of(module)
+    return [weight for weight in weights if weight is not None]
+
+
+class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
     """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied."""
 
     #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
     trainings = 0
 
     def of(
-        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+        self, part: nn.Module, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
         """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [weakref.ref(part)]
-        # Most parts have no submodules, and `parameters` calls many functions.
-        modules = part.modules() if part._modules else (part,)
-        weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
-        found = [weight for weight in weights if weight is not None]
+        found = weights_of(part)
         for weight in found:
             state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
@@ -217,7 +222,7 @@ class Positions:
         return known[0]
 
     def kept(
-        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+        self, part: nn.Module, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
         """`compute()`, which reads nothing but parameters of `part`.
 

@@ -100,8 +100,7 @@ def products_of_rows(
         if isinstance(factor, Tensor):  # It may have the shape of the logits.
             return selected_products(query, used, rows) * factor
         return selected_products(query, used * factor, rows)
-    name = f"table {factor} {table.device}"
-    kept = pairs.keys.kept(part, name, lambda: table.float().transpose(-1, -2) * factor)
+    kept = pairs.keys.kept(part, ("table", factor), lambda: table.float().transpose(-1, -2) * factor)
     return selected_products(query, kept if whole else kept.narrow(-1, *occurring), rows)
 
 
