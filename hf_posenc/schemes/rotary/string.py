@@ -69,7 +69,7 @@ class RotationInBasis(QueryKeyMap):
         return ids * frequencies, columns
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Returns the factors of the rotation unless the basis contains it, and the basis, in the dtype of the heads."""
+        """Returns the factors of a rotation that the basis lacks, and the basis, in the dtype of the heads."""
         *angles, columns = phases
         return *(factors_of_angles(one, self.rotation.layout, dtype) for one in angles), columns.to(dtype)
 
