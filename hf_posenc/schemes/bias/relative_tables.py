@@ -135,7 +135,10 @@ def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
         `(batch, heads, query_len, key_len)`.
     """
     if rows.shape[1] == 1:
-        vectors = table[:, rows.squeeze(1)].transpose(0, 1)
+        if rows.shape[0] == 1:
+            vectors = table.index_select(1, rows.view(-1))
+        else:
+            vectors = table[:, rows.squeeze(1)].transpose(0, 1)
         return (key * vectors).sum(-1).unsqueeze(-2)
     length = key.shape[-2]
     before = leading_keys_of_one_row(rows)
