@@ -160,8 +160,10 @@ class ForwardState:
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
-        for weight in weights_of(part):
-            if weight.device != device:
+        # Most parts have no submodules, and every layer asks.
+        weights = weights_of(part) if part._modules else (*part._parameters.values(), *part._buffers.values())
+        for weight in weights:
+            if weight is not None and weight.device != device:
                 break
         else:
             return part

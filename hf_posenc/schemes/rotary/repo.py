@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
@@ -35,10 +34,6 @@ class RepoRotation(NormalWeights, ContextualPlaces):
         gate = nn.functional.silu(nn.functional.linear(hidden_states, self.gate.float()))
         gated = gate * nn.functional.linear(hidden_states, self.content.float())
         return nn.functional.linear(gated, self.places_of_heads.float()).transpose(1, 2).unsqueeze(-1)
-
-    def angles(self, features: Tensor, keys: Positions) -> Tensor:
-        """Returns the places times the frequencies, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
-        return features * self.rotation.inverse_frequencies(keys.lengths)
 
 
 @register_scheme

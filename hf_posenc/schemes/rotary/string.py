@@ -87,7 +87,7 @@ class RotationInBasis(QueryKeyMap):
         if not whole:
             changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
         changed = changed.to(query.dtype)
-        return apply_rotation(changed, *factors, self.rotation.layout) if factors else changed
+        return apply_rotation(changed, factors[0], self.rotation.layout) if factors else changed
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
