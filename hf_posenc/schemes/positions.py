@@ -32,12 +32,12 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-def weights_of(part: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a part and of its submodules. Every layer asks, and `parameters` is slow."""
+def weights_of(part: nn.Module) -> list[Tensor | None]:
+    """The parameters and buffers of a part and of its submodules, for which `parameters` calls many functions."""
     weights: list[Tensor | None] = [*part._parameters.values(), *part._buffers.values()]
     for module in part._modules.values():
         weights += () if module is None else weights_of(module)
-    return [weight for weight in weights if weight is not None]
+    return weights
 
 
 class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
@@ -52,7 +52,9 @@ class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
         """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [weakref.ref(part)]
-        found = weights_of(part)
+        # Most parts have no submodules, and every layer asks.
+        weights = weights_of(part) if part._modules else (*part._parameters.values(), *part._buffers.values())
+        found = [weight for weight in weights if weight is not None]
         for weight in found:
             state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
