@@ -34,20 +34,27 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-class KeptValues(dict[tuple[int, str], tuple[Any, ...]]):
+def modules_of(part: nn.Module) -> list[nn.Module]:
+    """A part and its submodules. `part.modules()` calls many functions."""
+    found = [part]
+    for module in part._modules.values():
+        found += () if module is None else modules_of(module)
+    return found
+
+
+class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
     """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied."""
 
     #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
     trainings = 0
 
     def of(
-        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+        self, part: nn.Module, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
         """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [weakref.ref(part)]
-        # Most parts have no submodules, and `parameters` calls many functions.
-        modules = [*part.modules()] if part._modules else (part,)
+        modules = modules_of(part) if part._modules else (part,)  # Most parts have no submodules, and every layer asks.
         for module in modules:
             if module._forward_hooks or module._forward_pre_hooks:
                 return compute()
@@ -225,7 +232,7 @@ class Positions:
         return known[0]
 
     def kept(
-        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+        self, part: nn.Module, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
         """`compute()`, which reads nothing but parameters of `part`.
 

@@ -268,11 +268,8 @@ class AttentionSite(LogitSite):
         self, state: ForwardState, first: Tensor, second: Tensor | None, time_axis: int
     ) -> tuple[Tensor, Tensor | None]:
         """Applies the map to a query and a key, or to a single tensor, in place of the rotary function."""
-        query_key_map = self.encoding.query_key_map
-        assert query_key_map is not None
-        for_query = self.prepared(state, first)
-        for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)
-        query_key_map = state.own(query_key_map)
+        query_key_map, for_query = self.prepared(state, first)
+        for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)[1]
         if time_axis == 2 and second is not None:
             return query_key_map.map_query(first, for_query), query_key_map.map_key(second, for_key)
         first = mapped(query_key_map.map_query, first, for_query, time_axis)
@@ -299,25 +296,18 @@ class AttentionSite(LogitSite):
             self.encoding.num_key_value_heads,
         )
 
-    def phases(self, state: ForwardState) -> Phases:
-        """Phases of the new tokens, computed once per forward for all layers that share the map."""
+    def prepared(self, state: ForwardState, heads: Tensor) -> tuple[QueryKeyMap, tuple[Any, ...]]:
+        """The map, and its inputs for the new tokens in the dtype of `heads`.
+
+        They are computed once per forward for all layers that share the map.
+        """
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
-        positions = state.positions()
 
-        def compute() -> Phases:
+        def compute() -> tuple[QueryKeyMap, tuple[Any, ...]]:
             check_cache(query_key_map, state)
-            return state.own(query_key_map).phases(positions)
-
-        return state.shared(("phases", id(query_key_map)), compute)
-
-    def prepared(self, state: ForwardState, heads: Tensor) -> tuple[Any, ...]:
-        """The map's inputs for the new tokens in the dtype of `heads`, computed once per forward."""
-        query_key_map = self.encoding.query_key_map
-        assert query_key_map is not None
-
-        def compute() -> tuple[Any, ...]:
-            return state.own(query_key_map).prepared(self.phases(state), heads.dtype)
+            own = state.own(query_key_map)
+            return own, own.prepared(own.phases(state.positions()), heads.dtype)
 
         return state.shared(("prepared", id(query_key_map), heads.dtype), compute)
 
@@ -355,8 +345,7 @@ class AttentionSite(LogitSite):
                 f"{type(self.module).__name__} computes {key.shape[1]} key heads, but {type(query_key_map).__name__} "
                 f"was built for {self.encoding.num_key_value_heads}, with one set of parameters for each."
             )
-        prepared = self.prepared(call.state, query)
-        own = call.state.own(query_key_map)
+        own, prepared = self.prepared(call.state, query)
         query = own.map_query(query, prepared)
         if not call.keys_mapped:
             phases = self.key_phases(call.state, query.shape[-2], key.shape[-2])
@@ -389,8 +378,8 @@ class AttentionSite(LogitSite):
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
             return key
         call.keys_mapped = True
-        prepared = self.prepared(call.state, key)
-        return call.state.own(query_key_map).map_key(key, prepared)
+        own, prepared = self.prepared(call.state, key)
+        return own.map_key(key, prepared)
 
     def update_cache(
         self,

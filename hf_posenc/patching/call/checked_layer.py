@@ -129,12 +129,11 @@ class CheckedLayer:
         if not self.has_rows:
             return None
         rows, scale = self._rows(site, call, query, key), site.encoding.logit_scale
-        if scale is not None:
-            query = query * cast("float", scale.factor_of_all)
+        factor = 1.0 if scale is None else cast("float", scale.factor_of_all)
         if self.kernel is not None:
-            return self.kernel(query, key, value, rows)
+            return self.kernel(query if factor == 1 else query * factor, key, value, rows)
         function, _, kwargs, *_ = self.arguments
-        return function(site.module, query, key, value, rows, **kwargs)
+        return function(site.module, query, key, value, rows, **{**kwargs, "scaling": kwargs["scaling"] * factor})
 
     def _rows(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)`: the bias, as the kernel takes it."""

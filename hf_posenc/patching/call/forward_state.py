@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, traced
+from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, modules_of, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
@@ -165,17 +165,18 @@ class ForwardState:
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
-        if not part._modules:  # Most parts have no submodules, and every layer asks.
-            for weight in (*part._parameters.values(), *part._buffers.values()):
-                if weight is not None and weight.device != device:
-                    break
-            else:
-                return part
+        # Most parts have no submodules, and every layer asks.
+        modules = modules_of(part) if part._modules else (part,)
+        weights = [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
+        for weight in weights:
+            if weight is not None and weight.device != device:
+                break
+        else:
+            return part
         key = ("own", id(part), device, torch.is_grad_enabled())
         found: PartType | None = self.scratch.get(key)
         if found is None:
-            moves = any(weight.device != device for weight in (*part.parameters(), *part.buffers()))
-            found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
+            found = self.scratch[key] = part if device is None else copied_to(part, device)
         return found
 
     @property

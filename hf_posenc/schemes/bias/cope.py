@@ -30,15 +30,19 @@ class CopeBias(NormalWeights, PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        products = nn.functional.linear(pairs.query.float(), self.weight.float())
-        steps = torch.cat((products[..., 1:], products[..., -1:]), dim=-1) - products
+        products, steps = (pairs.query.float() @ pairs.keys.kept(self, "tables", self._tables)).chunk(2, dim=-1)
         far = self._keys_beyond_the_table(pairs)
         positions = self._positions(pairs, far)
-        row = positions.detach().long()
+        row = positions.long()
         near = torch.addcmul(products.gather(-1, row), steps.gather(-1, row), positions.frac())
         if far == 0:
             return near
         return torch.cat((products[..., -1:].expand(-1, -1, -1, far), near), dim=-1)
+
+    def _tables(self) -> Tensor:
+        """`(head_dim, 2 * num_positions)` float32: the table, and the steps from each row to the next."""
+        rows = self.weight.float()
+        return torch.cat((rows, rows[1:] - rows[:-1], torch.zeros_like(rows[:1]))).t()
 
     def _positions(self, pairs: AttentionPairs, first: int) -> Tensor:
         """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""
@@ -50,24 +54,25 @@ class CopeBias(NormalWeights, PairwiseBias):
         gates = gates.masked_fill(uncounted, 0.0)
         return gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
 
-    @torch.no_grad()
     def _keys_beyond_the_table(self, pairs: AttentionPairs) -> int:
         """Returns how many leading keys are at the table's last row for every query.
 
         Positions increase with the distance from the query. Once all of them have reached the last row, the gates of
         earlier keys do not matter. The function reads only as many keys as needed.
         """
-        if torch.compiler.is_compiling() or pairs.query.device.type != "cpu" or pairs.query.numel() == 0:
-            # The result is a Python number, which breaks a compiled graph and requires a device synchronization.
+        # A graph must not depend on the result, a Python number.
+        if torch.compiler.is_compiling() or 4 * self.weight.shape[0] >= pairs.key.shape[-2]:
             return 0
-        if 4 * self.weight.shape[0] >= pairs.key.shape[-2]:
+        if not pairs.query.is_cpu or pairs.query.numel() == 0:
+            # The result is a Python number, for which a device would have to be waited for.
             return 0
         oldest, newest = int(pairs.query_slots[0]), int(pairs.query_slots[-1]) + 1
         # The distance before the oldest of these queries if half of the gates are open, with some margin.
         reach = newest - oldest + 4 * self.weight.shape[0]
         while reach < newest:
             first = newest - reach
-            reached = self._positions(pairs, first) >= self.weight.shape[0] - 1
+            with torch.no_grad():
+                reached = self._positions(pairs, first) >= self.weight.shape[0] - 1
             everywhere = reached.flatten(0, -2).all(0)
             if bool(everywhere[0]):
                 return first + int(everywhere.long().cumprod(0).sum())

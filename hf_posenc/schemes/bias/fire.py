@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
+from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
+#: Up to this many hidden units of all pairs, the gradient of the network takes less time than that of its pieces.
+_FEW = 2**18
 
 
 class FireBias(PairwiseBias):
@@ -66,8 +69,11 @@ class FireBias(PairwiseBias):
         row = self._row_before_threshold(pairs)
         if row is not None:
             return row
+        inputs = self.normalized_distance(pairs)
+        if torch.is_grad_enabled() and not traced() and inputs.numel() * self.config.width <= _FEW:
+            return self.network(inputs).movedim(-1, 1)
         pieces = pairs.keys.kept(self, "pieces", self.pieces)
-        return _of_pieces(self.normalized_distance(pairs), *pieces).transpose(0, 1)
+        return _of_pieces(inputs, *pieces).transpose(0, 1)
 
     def _row_before_threshold(self, pairs: AttentionPairs) -> Tensor | None:
         """The bias of a single query before the threshold. It depends on the distance only, so a cache keeps it.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
+from hf_posenc.schemes.positions import Positions, traced
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH
@@ -27,7 +28,8 @@ class GrapeApBias(NormalWeights, PairwiseBias):
         super().__init__()
         num_heads = context.num_heads
         self.num_features = config.width
-        self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
+        slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu")
+        self._slopes = DeviceConstant(slopes.view(-1, 1, 1))
         self.initializer_range = 0.5 * context.input_size**-0.5  # As in the official code.
         self.projection = nn.Parameter(torch.empty(num_heads, config.width, context.input_size))
         self.reset_parameters()
@@ -47,24 +49,46 @@ class GrapeApBias(NormalWeights, PairwiseBias):
                 "grape_ap compares vectors that it computes from hidden states, but this layer does not provide them. "
                 "Use a scheme that reads queries and keys, such as 'grape'."
             )
-        query = self._projected(pairs.hidden_states)
-        keys = pairs.keys
+        single = pairs.query.shape[-2] == 1 and not traced()
+        products_of = self._products_of_one_query if single else self._products
+        products = products_of(pairs.hidden_states, pairs.key_features, pairs.keys)
+        sums = nn.functional.logsigmoid(products).masked_fill(pairs.uncounted, 0.0).cumsum(dim=-1)
+        return self._slopes.on(sums.device) * (sums[..., -1:] - sums)
+
+    def _products(self, hidden_states: Tensor, key_features: Tensor, keys: Positions) -> Tensor:
+        """`p_i . R_l n_l / width` of all pairs."""
 
         def turns() -> RotationFactors:
             angles = keys.ids[:, None, :, None].float().expand(-1, -1, -1, self.num_features // 2)
             return factors_of_angles(angles, _LAYOUT, torch.float32)
 
         factors = keys.remembered(f"turns of {self.num_features} by position", turns, keys.ids)
-        key = apply_rotation(pairs.key_features, factors, _LAYOUT)
-        penalties = nn.functional.logsigmoid(query @ key.transpose(-1, -2) / self.num_features)
-        sums = penalties.masked_fill(pairs.uncounted, 0.0).cumsum(dim=-1)
-        slopes = self._slopes.on(sums.device).view(-1, 1, 1)
-        return slopes * (sums[..., -1:] - sums)
+        key = apply_rotation(key_features, factors, _LAYOUT)
+        return self._projected(hidden_states) @ key.transpose(-1, -2) / self.num_features
+
+    def _products_of_one_query(self, hidden_states: Tensor, key_features: Tensor, keys: Positions) -> Tensor:
+        """The same: all pairs of a key turn by one angle, so the product is a sum of products with the unturned key.
+
+        They are those of the query, times the cosine, and of the query after a quarter turn, times the sine.
+        """
+
+        def waves() -> Tensor:
+            angles = keys.ids[:, None, None].float()
+            return torch.cat((angles.cos(), angles.sin()), dim=2)
+
+        def both() -> Tensor:
+            first, second = (self.projection.float() / self.num_features).chunk(2, dim=1)
+            return torch.stack((torch.cat((first, second), 1), torch.cat((-second, first), 1)), dim=1).flatten(0, 2)
+
+        query = nn.functional.linear(hidden_states.float(), keys.kept(self, "both", both))
+        query = query.view(len(query), -1, 2, self.num_features)
+        products = query @ key_features.transpose(-1, -2)
+        return (products * keys.remembered("waves", waves, keys.ids)).sum(-2, keepdim=True)
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, width)` float32."""
         flat = nn.functional.linear(hidden_states.float(), self.projection.float().flatten(0, 1))
-        return flat.unflatten(-1, self.projection.shape[:2]).transpose(1, 2)
+        return flat.view(*flat.shape[:2], -1, self.num_features).transpose(1, 2)
 
 
 @register_scheme

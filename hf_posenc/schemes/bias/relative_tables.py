@@ -100,8 +100,7 @@ def products_of_rows(
         if isinstance(factor, Tensor):  # It may have the shape of the logits.
             return selected_products(query, used, rows) * factor
         return selected_products(query, used * factor, rows)
-    name = f"table {factor} {table.device}"
-    kept = pairs.keys.kept(part, name, lambda: table.float().transpose(-1, -2) * factor)
+    kept = pairs.keys.kept(part, ("table", factor), lambda: table.float().transpose(-1, -2) * factor)
     return selected_products(query, kept if whole else kept.narrow(-1, *occurring), rows)
 
 
@@ -136,7 +135,10 @@ def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
         `(batch, heads, query_len, key_len)`.
     """
     if rows.shape[1] == 1:
-        vectors = table[:, rows.squeeze(1)].transpose(0, 1)
+        if rows.shape[0] == 1:
+            vectors = table.index_select(1, rows.view(-1))
+        else:
+            vectors = table[:, rows.squeeze(1)].transpose(0, 1)
         return (key * vectors).sum(-1).unsqueeze(-2)
     length = key.shape[-2]
     before = leading_keys_of_one_row(rows)
@@ -202,26 +204,34 @@ def sinusoidal_vectors(positions: Tensor, frequencies: DeviceConstant) -> Tensor
 
 
 def sinusoidal_products(
-    query: Tensor, frequencies: DeviceConstant, query_positions: Tensor, keys: Positions, mirrored: bool = False
+    query: Tensor, frequencies: DeviceConstant, pairs: AttentionPairs, mirrored: bool = False
 ) -> Tensor:
-    """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
+    """`scaling * query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
 
     The sinusoid of a difference is the sinusoid of the key, rotated by the position of the query. So each query is
     rotated back once and multiplied with the unrotated sinusoids of the keys. This also works for positions with gaps
     and for real positions. Positions are counted from the first key, so that neither later tokens nor a shift of all
-    positions change the result.
+    positions change the result. A single query is multiplied with the sinusoids of the distances themselves.
 
     Args:
         query: `(batch, heads, query_len, width)` float32; components as in `sinusoidal_vectors`.
         frequencies: of `turn_frequencies`.
-        query_positions: `(batch or 1, query_len)`.
-        keys: the positions of the keys. Layers share the sinusoids.
+        pairs: the positions, and the layer's factor. Layers share the sinusoids.
         mirrored: whether the distance is that from the key to the query instead.
 
     Returns:
         `(batch, heads, query_len, key_len)` float32.
     """
-    origin, name = keys.ids[:, :1], f"{id(frequencies)} {mirrored}"
+    factor, name = pairs.query_scaling, (id(frequencies), mirrored)
+
+    def of_distances() -> Tensor:
+        distance = -pairs.distance if mirrored else pairs.distance
+        return sinusoidal_vectors(distance, frequencies).transpose(-1, -2) * factor
+
+    if query.shape[-2] == 1 and not isinstance(factor, Tensor) and not traced():
+        return query @ pairs.remembered(("sinusoids of distances", name, factor), of_distances)
+    keys, query_positions = pairs.keys, pairs.query_positions
+    origin = keys.ids[:, :1]
 
     def of_queries() -> tuple[Tensor, Tensor]:
         sine, cosine = sinusoidal_vectors(query_positions - origin, frequencies).unsqueeze(1).chunk(2, dim=-1)
@@ -231,10 +241,10 @@ def sinusoidal_products(
     def of_keys() -> Tensor:
         return sinusoidal_vectors(keys.ids - origin, frequencies).unsqueeze(1).transpose(-1, -2)
 
-    direct, exchanged = keys.remembered(f"turns {name}", of_queries, query_positions, keys.ids)
-    vectors = keys.remembered(f"sinusoids {name}", of_keys, keys.ids)
+    direct, exchanged = keys.remembered(("turns", name), of_queries, query_positions, keys.ids)
+    vectors = keys.remembered(("sinusoids", name), of_keys, keys.ids)
     halves_exchanged = query.roll(query.shape[-1] // 2, dims=-1)
-    return torch.addcmul(query * direct, halves_exchanged, exchanged) @ vectors
+    return torch.addcmul(query * direct, halves_exchanged, exchanged) @ vectors * factor
 
 
 def plus(first: Tensor, second: Tensor, factor: float | Tensor) -> Tensor:

@@ -71,8 +71,7 @@ class SinusoidalShawBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        products = sinusoidal_products(pairs.query.float(), self._frequencies, pairs.query_positions, pairs.keys)
-        return products * pairs.query_scaling
+        return sinusoidal_products(pairs.query.float(), self._frequencies, pairs)
 
 
 @register_scheme

@@ -68,13 +68,12 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         # Where the layer has scaled its queries, the bias is added to scaled ones.
         query = plus(pairs.query.float(), self.position_bias.float().unsqueeze(-2), pairs.query_factor)
         # (heads, head_dim, hidden): W_R of each head.
-        projection = self.position_projection.float().unflatten(0, self.content_bias.shape)
+        projection = self.position_projection.float().view(*self.content_bias.shape, -1)
         if self.clamp_length is None:
-            places = pairs.query_positions, pairs.keys
-            by_distance = sinusoidal_products(query @ projection, self._frequencies, *places, mirrored=True)
+            by_distance = sinusoidal_products(query @ projection, self._frequencies, pairs, mirrored=True)
         else:
             by_distance = self._by_clamped_distance(query, projection, pairs, self.clamp_length)
-        return plus(by_distance * pairs.query_scaling, by_key, pairs.key_scaling)
+        return plus(by_distance, by_key, pairs.key_scaling)
 
     def _by_clamped_distance(
         self, query: Tensor, projection: Tensor, pairs: AttentionPairs, clamp_length: int
@@ -85,7 +84,7 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         rows, occurring = clipped_rows(pairs, -clamp_length, clamp_length, back=True)
         distances = torch.arange(-clamp_length, clamp_length + 1, device=query.device).narrow(0, *occurring)
         table = projection @ sinusoidal_vectors(distances, self._frequencies).transpose(0, 1)
-        return select_rows(query @ table, rows)
+        return select_rows(query @ table, rows) * pairs.query_scaling
 
 
 @register_scheme

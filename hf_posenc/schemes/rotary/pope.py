@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hf_posenc.schemes.parts import DeviceConstant, QueryKeyMap
 from hf_posenc.schemes.positions import Positions, softplus
 from hf_posenc.schemes.projection import projected
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, with_heads_axis
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
@@ -43,33 +42,38 @@ class PopeMap(QueryKeyMap):
             nn.init.uniform_(self.delta, -2 * math.pi, 0.0)
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Returns cosine and sine of queries and of keys, in float32.
+        """Returns cosine and sine side by side, of queries and of keys, in float32.
 
-        The first two are `(batch or 1, query_len, head_dim)`, the others `(batch or 1, query_len, key_value_heads,
-        head_dim)`.
+        The first are `(batch or 1, 1, query_len, 2 * head_dim)`, the others `(batch or 1, key_value_heads, query_len, 2
+        * head_dim)`.
         """
         ids, frequencies = positions.ids, self._inverse_frequencies.on(positions.ids.device)
         # Only the phases that are added for keys belong to a layer.
-        name = f"pope, {self.theta}, {len(frequencies)}"
-        angles = positions.remembered(name, lambda: ids.unsqueeze(-1).float() * frequencies, ids)
-        cosine, sine = positions.remembered(f"phases of {name}", lambda: (angles.cos(), angles.sin()), ids)
-        key_angles = angles.unsqueeze(-2) + projected(self.delta.float(), -2 * math.pi, 0.0)
-        return cosine, sine, key_angles.cos(), key_angles.sin()
+        name = ("pope", self.theta, len(frequencies))
+        angles = positions.remembered(name, lambda: ids[:, None, :, None].float() * frequencies, ids)
+        of_queries = positions.remembered(("phases", name), lambda: _waves(angles), ids)
+        delta = positions.kept(self, "delta", lambda: projected(self.delta.float(), -2 * math.pi, 0.0).unsqueeze(1))
+        return of_queries, _waves(angles + delta)
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> `(batch, heads, query_len, 2 * head_dim)` of the same dtype."""
-        return _polar(query, *phases[:2])
+        return _polar(query, phases[0])
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same, `2 * head_dim` wide, of the same dtype."""
-        return _polar(key, *phases[2:])
+        return _polar(key, phases[1])
 
 
-def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _waves(angles: Tensor) -> Tensor:
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _polar(x: Tensor, waves: Tensor) -> Tensor:
     magnitude = softplus(x.float())
-    # Queries have the phase of their key head, so that logits are relative.
-    phases = RotationFactors(with_heads_axis(cosine), with_heads_axis(sine)).for_heads(x.shape[1])
-    return torch.cat([magnitude * phase for phase in phases if phase is not None], dim=-1).to(x.dtype)
+    if waves.shape[1] not in (1, x.shape[1]):
+        # Queries have the phase of their key head, so that logits are relative.
+        waves = waves.repeat_interleave(x.shape[1] // waves.shape[1], dim=1)
+    return (torch.cat((magnitude, magnitude), dim=-1) * waves).to(x.dtype)
 
 
 @register_scheme

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
 from hf_posenc.schemes.scheme import BuildContext, register_scheme
 
 
@@ -28,26 +29,27 @@ class RopePpMap(RotaryMap):
             )
         self.shares_keys = groups == 1
 
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns the factors of queries, for both heads of a pair, and of keys, in the dtype of the heads.
+
+        The second head of a pair turns by 90 degrees less, so that its product with a key is the imaginary part.
+        """
+        cosine, sine = phases
+        both = torch.stack((cosine, sine), dim=-2), torch.stack((sine, -cosine), dim=-2)
+        of_pairs = rotation_factors(*both, self.layout, dtype).each(lambda factor: factor.unsqueeze(1))
+        return of_pairs, rotation_factors(cosine, sine, self.layout, dtype)
+
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)`, same shape and dtype; every second head is replaced."""
-        real = super().map_query(query[:, ::2], phases)
-        return torch.stack((real, self._quarter_turn_back(real)), dim=2).flatten(1, 2)
+        pairs = query[:, ::2, None].expand(-1, -1, 2, -1, -1)
+        return apply_rotation(pairs, self._factors(phases, query)[0], self.layout).flatten(1, 2)
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)`, same shape and dtype."""
         if not self.shares_keys:
             return super().map_key(key, phases)
-        return super().map_key(key[:, ::2], phases).repeat_interleave(2, dim=1)
-
-    def _quarter_turn_back(self, query: Tensor) -> Tensor:
-        """Rotates every pair by -90 degrees, so that its product with a key is the imaginary part."""
-        turned, rest = query[..., : self.rotary_dim], query[..., self.rotary_dim :]
-        if self.layout == "interleaved":
-            first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
-            return torch.cat((torch.stack((second, -first), dim=-1).flatten(-2), rest), dim=-1)
-        first, second = turned.chunk(2, dim=-1)
-        back = (second, -first) if self.layout == "half" else (-second, first)
-        return torch.cat((*back, rest), dim=-1)
+        rotated = super().map_key(key[:, ::2], phases)
+        return torch.stack((rotated, rotated), dim=2).flatten(1, 2)
 
 
 @register_scheme

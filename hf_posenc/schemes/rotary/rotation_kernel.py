@@ -102,13 +102,17 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
         layout: the layout they were made for.
     """
     direct, other = factors
-    if other is not None and x.numel() <= _FEW and direct.shape[1] == 1 and direct.shape[-1] == x.shape[-1]:
+    heads, width = direct.shape[1], direct.shape[-1]
+    if other is not None and x.numel() <= _FEW and heads in (1, x.shape[1]) and width == x.shape[-1]:
         # Nearly every decoding step takes this path, where the overhead of each call matters.
-        partner = _partner(x, layout) if layout == "interleaved" else x.roll(direct.shape[-1] // 2, -1)
-        return x * direct + partner * other
-    if x.shape[-2] == 1 and direct.shape[1] not in (1, x.shape[1]) and not traced():
+        partner = _partner(x, layout) if layout == "interleaved" else x.roll(width // 2, -1)
+        if heads == 1:
+            return x * direct + partner * other
+        # No model in transformers has factors per head, so the result need not be bit-equal to any.
+        return torch.addcmul(x * direct, partner, other)
+    if x.shape[-2] == 1 and heads not in (1, x.shape[1]) and not traced():
         # One token: its query heads take the place of tokens of their key head.
-        return apply_rotation(x.reshape(x.shape[0], direct.shape[1], -1, x.shape[-1]), factors, layout).view(x.shape)
+        return apply_rotation(x.reshape(x.shape[0], heads, -1, x.shape[-1]), factors, layout).view(x.shape)
     factors = factors.for_heads(x.shape[1])
     if x.numel() <= _FEW or _needs_plain_torch(x, factors):
         return _rotated_without_kernel(x, factors, layout)
@@ -135,7 +139,6 @@ def _rotated_without_kernel(x: Tensor, factors: RotationFactors, layout: str) ->
     elif direct.shape[1] == 1:
         rotated = rotated * direct + _partner(rotated, layout) * other
     else:
-        # No model in transformers has factors per head, so the result need not be bit-equal to any.
         rotated = torch.addcmul(rotated * direct, _partner(rotated, layout), other)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 

@@ -12,7 +12,12 @@ from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap, by_frequencies_alone
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
+from hf_posenc.schemes.rotary.rotation_kernel import (
+    RotationFactors,
+    apply_rotation,
+    factors_of_angles,
+    rotation_factors,
+)
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
@@ -39,35 +44,50 @@ class RotationInBasis(QueryKeyMap):
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns the angle of each pair, `(batch or 1, key_value_heads or 1, query_len, rotary_dim / 2)` in radians,
         and the transposed basis.
+
+        For one token at the same position in every row, returns only the transposed basis after the token's rotation,
+        `(1, key_value_heads or 1, rotary_dim, rotary_dim)`: queries and keys then need nothing but a product with it.
         """
 
         def of_weights() -> tuple[Tensor, Tensor]:
             frequencies = self.rotation.inverse_frequencies(positions.lengths)
             return frequencies.reshape(-1, 1, frequencies.shape[-1]), self.basis().transpose(-1, -2)
 
-        frequencies, columns = positions.kept(self, "basis", of_weights)
+        def of_one_token() -> tuple[Tensor, ...]:
+            frequencies, columns = of_weights()
+            layout = self.rotation.layout
+            quarter = rotation_factors(torch.zeros_like(columns), torch.ones_like(columns), layout, columns.dtype)
+            turned = apply_rotation(columns.unsqueeze(1), quarter, layout).squeeze(1)
+            return self.rotation.for_both_of_pair(frequencies), columns, turned
+
         ids = positions.remembered("ids of pairs", lambda: positions.ids[:, None, :, None].float(), positions.ids)
+        if not traced() and ids.numel() == 1:
+            frequencies, columns, turned = positions.kept(self, "turned basis", of_one_token)
+            angles = ids * frequencies
+            return (torch.addcmul(columns * angles.cos(), turned, angles.sin()),)
+        frequencies, columns = positions.kept(self, "basis", of_weights)
         return ids * frequencies, columns
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Returns the factors of the rotation, and the transposed basis, in the dtype of the heads."""
-        angles, columns = phases
-        return factors_of_angles(angles, self.rotation.layout, dtype), columns.to(dtype)
+        """Returns the factors of a rotation that the basis lacks, and the basis, in the dtype of the heads."""
+        *angles, columns = phases
+        return *(factors_of_angles(one, self.rotation.layout, dtype) for one in angles), columns.to(dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
         prepared = phases if isinstance(phases[0], RotationFactors) else self.prepared(phases, query.dtype)
-        factors, columns = prepared
-        if columns.shape[0] not in (1, query.shape[1]):
+        *factors, columns = prepared
+        if columns.shape[-3] not in (1, query.shape[1]):
             if query.shape[-2] == 1 and not traced():  # As in `apply_rotation`.
-                grouped = query.reshape(query.shape[0], columns.shape[0], -1, query.shape[-1])
+                grouped = query.reshape(query.shape[0], columns.shape[-3], -1, query.shape[-1])
                 return self.map_query(grouped, prepared).view(query.shape)
-            columns = columns.repeat_interleave(query.shape[1] // columns.shape[0], dim=0)
+            columns = columns.repeat_interleave(query.shape[1] // columns.shape[-3], dim=-3)
         whole = self.rotary_dim == query.shape[-1]
         changed = (query if whole else query[..., : self.rotary_dim]) @ columns
         if not whole:
             changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
-        return apply_rotation(changed.to(query.dtype), factors, self.rotation.layout)
+        changed = changed.to(query.dtype)
+        return apply_rotation(changed, factors[0], self.rotation.layout) if factors else changed
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
