@@ -18,7 +18,8 @@ from hf_posenc.checkpoint.saving import (
     save_pretrained,
     upload_modified_files,
 )
-from hf_posenc.entry import read_entry
+from hf_posenc.entry import ATTRIBUTE, read_entry
+from hf_posenc.errors import warn_user
 from hf_posenc.wrapping import Call, wrap
 
 #: The architecture of patched models that generate text, which the plug-ins add to the registries of the engines.
@@ -50,8 +51,21 @@ def install() -> None:
     wrap("peft.peft_model", {"PeftModel.create_or_update_model_card": partial(create_card, folder="output_dir")})
     for module in ("vllm.transformers_utils.config", "sglang.srt.utils.hf_transformers.config"):
         wrap(module, {"get_config": _get_engine_config})
+    wrap("accelerate.utils.other", {"compile_regions": _compile_regions}, moved=True)
     other_loaders.install()
     peft_hooks.install()
+
+
+def _compile_regions(call: Call) -> Any:
+    """Warns that regional compilation has no effect on the layers of a patched model."""
+    modules = getattr(call["module"], "modules", tuple)()
+    if any(hasattr(module, ATTRIBUTE) for module in modules):
+        warn_user(
+            "accelerate's regional compilation copies the modules around the layers. In a patched model, these copies "
+            "run the forward of the originals, so no layer is compiled. Compile the whole model: use torch.compile, or "
+            "TorchDynamoPlugin(use_regional_compilation=False)."
+        )
+    return call.run()
 
 
 def _get_engine_config(call: Call) -> Any:

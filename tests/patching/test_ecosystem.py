@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils import compile_regions
 from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
@@ -149,3 +151,18 @@ def test_parts_patched_on_their_own() -> None:
         patch_model(model, "none")
     unpatch_model(model)
     assert torch.equal(model(input_ids=ids, decoder_input_ids=ids).logits, stock)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", [None, "alibi"])
+def test_regional_compilation_warns_that_no_layer_of_a_patched_model_is_compiled(scheme: str | None) -> None:
+    ids, graphs = tokens(), []
+    model = patched("llama_gqa", scheme) if scheme else ARCHITECTURES["llama_gqa"].build().eval()
+    wanted = model(ids).logits
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = compile_regions(model, backend=lambda graph, _: graphs.append(graph) or graph)
+    torch.testing.assert_close(compiled(ids).logits, wanted)
+    assert any("no layer is compiled" in str(one.message) for one in caught) == (scheme is not None)
+    assert any("k_proj" in str(graph.code) for graph in graphs) == (scheme is None)
