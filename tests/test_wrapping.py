@@ -147,7 +147,8 @@ def test_every_argument_is_passed_on_however_it_is_given(name: str, how: str, tm
 
     original.__signature__ = signature  # type: ignore[attr-defined]
     twin = _wrapped_twin(name, original)
-    extra = given.arguments.pop("kwargs", {})
+    keywords = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), "")
+    extra = given.arguments.pop(keywords, {})
     if how == "required only":
         for parameter in signature.parameters.values():
             if parameter.default is not parameter.empty and parameter.name not in ("config", "cache_dir"):
@@ -164,7 +165,7 @@ def test_every_argument_is_passed_on_however_it_is_given(name: str, how: str, tm
         extra = extra | {"output_loading_info": True}  # it looks for keys that only a scheme has
         result = result[0]
     assert found is result or (found == result and isinstance(result, list | tuple | dict))
-    expected = {n: value for n, value in given.arguments.items() if value != ()} | ({"kwargs": extra} if extra else {})
+    expected = {n: value for n, value in given.arguments.items() if value != ()} | ({keywords: extra} if extra else {})
     assert received[0] == expected
     with pytest.raises(LookupError, match="of the original"):
         twin(*args, **kwargs)

@@ -7,6 +7,7 @@ hf_posenc` loads neither torch nor transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ def install() -> None:
 
 def _compile_regions(call: Call) -> Any:
     """Warns that regional compilation has no effect on the layers of a patched model."""
-    modules = getattr(call["module"], "modules", tuple)()
+    modules: Iterable[Any] = getattr(call["module"], "modules", tuple)()
     if any(hasattr(module, ATTRIBUTE) for module in modules):
         warn_user(
             "accelerate's regional compilation copies the modules around the layers. In a patched model, these copies "
