@@ -83,6 +83,17 @@ class Subject:
         token_ids = ((ids + 1) % SEGMENT_LENGTH).clamp(min=0)
         return Positions(ids, torch.tensor([[length]]), token_ids=token_ids)
 
+    def random_heads(self, length: int, seed: int = INPUT_SEED) -> tuple[Tensor, Tensor, Tensor]:
+        """Independent standard normal queries, keys and hidden states.
+
+        Returns:
+            `(1, heads, length, head_dim)` twice, and `(1, length, hidden)`.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        heads, width = self.context.num_heads, self.context.head_dim
+        query, key = (torch.randn(1, heads, length, width, generator=generator) for _ in range(2))
+        return query, key, torch.randn(1, length, self.context.hidden_size, generator=generator)
+
 
 def subject_of(config: SchemeConfig, context: BuildContext | None = None) -> Subject:
     """Builds a scheme for its figures.
@@ -161,9 +172,7 @@ def random_query(subject: Subject) -> Tensor:
 def bias_matrix(subject: Subject, length: int) -> Tensor:
     """`(heads, length, length)`: what the bias adds for standard normal queries, keys and hidden states."""
     assert subject.parts.logit_bias is not None
-    generator, heads = torch.Generator().manual_seed(INPUT_SEED), subject.context.num_heads
-    query, key = torch.randn(2, 1, heads, length, subject.context.head_dim, generator=generator)
-    hidden = torch.randn(1, length, subject.context.hidden_size, generator=generator)
+    query, key, hidden = subject.random_heads(length)
     pairs = attention_pairs(subject.parts, query, key, subject.positions(length), hidden)
     return pairwise_bias(subject.parts.logit_bias, pairs)[0].float()
 
