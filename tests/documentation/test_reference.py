@@ -58,7 +58,7 @@ def test_every_public_name_is_documented(documented: dict[str, str]) -> None:
 
 def test_the_table_of_errors_has_every_class_with_its_bases_and_its_meaning() -> None:
     table = (ROOT / "docs" / "reference" / "api" / "errors.md").read_text(encoding="utf-8")
-    stated = re.compile(r'^class (\w+Error)\((.+)\):\n    """(.+?)(?:"""|\n)', re.MULTILINE)
+    stated = re.compile(r'^class ([A-Z]\w+Error)\((.+)\):\n    """(.+?)(?:"""|\n)', re.MULTILINE)
     for file in Path(hf_posenc.__file__).parent.rglob("*.py"):
         for name, bases, meaning in stated.findall(file.read_text(encoding="utf-8")):
             shown = [f"`{base}`" for base in bases.split(", ") if base not in ("Exception", "PositionEncodingError")]
