@@ -6,9 +6,11 @@ is different.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCABULARY = 96
 
@@ -95,3 +97,17 @@ def tiny(name: str, **options: Any) -> Any:
         **options: fields of the config.
     """
     return getattr(transformers, name)(tiny_config(name, **options))
+
+
+def word_tokenizer(words: Iterable[str], **options: Any) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer with one token for each word of a text. It adds no special tokens.
+
+    Args:
+        words: in the order of their ids, or a dictionary of ids. The first one stands for unknown words.
+        **options: of the tokenizer.
+    """
+    ids = words if isinstance(words, dict) else {word: index for index, word in enumerate(words)}
+    options = {"unk_token": next(iter(ids))} | options
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=options["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)

@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     BertForMaskedLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen2MoeForCausalLM,
     RobertaForMaskedLM,
     T5ForConditionalGeneration,
@@ -33,7 +29,7 @@ import hf_posenc
 from hf_posenc import CheckpointError
 from hf_posenc.entry import find_mark
 from tests.fresh import run_fresh
-from tests.models import tiny
+from tests.models import tiny, word_tokenizer
 
 VOCABULARY = 64
 LENGTH = 14
@@ -254,11 +250,8 @@ LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "r": 2
 def write_stock_llama(folder: Path, seed: int = 0) -> Path:
     """A Llama with random weights, and words `word3` to `word63` for its tokens."""
     made(seed=seed).save_pretrained(folder)
-    words = {"[UNK]": 0, "[PAD]": 1, "[END]": 2} | {f"word{number}": number for number in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", eos_token="[END]")
-    fast.save_pretrained(folder)
+    words = ["[UNK]", "[PAD]", "[END]", *(f"word{number}" for number in range(3, VOCABULARY))]
+    word_tokenizer(words, pad_token="[PAD]", eos_token="[END]").save_pretrained(folder)
     return folder
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from hf_posenc import UnsupportedError
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf.vocabulary import vocabulary
 from tests.export.gguf_cases import VOCABULARY, byte_tokenizer, tiny_llama, unigram_tokenizer, word_piece_tokenizer
+from tests.models import word_tokenizer
 
 pytest.importorskip("xllamacpp")
 
@@ -65,11 +65,6 @@ def without_merges() -> Any:
     return tokenizer
 
 
-def whole_words() -> Any:
-    words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-
-
 def with_added_token(**rule: bool) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("cat", **rule)])
@@ -87,7 +82,7 @@ def pieces_of_other_words() -> Any:
     [
         (in_pairs, r"gives the same tokens.*gpt-2: \d+ of \d+ strings differ; .*'onnx'"),
         (lower_case, "strings differ"),
-        (whole_words, "'WordLevel', which cannot be written. Supported are byte-level BPE"),
+        (partial(word_tokenizer, ["<unk>", "a"]), "'WordLevel', which cannot be written. Supported are byte-level BPE"),
         *(
             (partial(with_added_token, **{rule: True}), "no tokenizer that gives the same tokens")
             for rule in ("lstrip", "rstrip", "single_word")
