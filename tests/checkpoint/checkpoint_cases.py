@@ -28,7 +28,7 @@ from transformers import (
 import hf_posenc
 from hf_posenc import CheckpointError
 from hf_posenc.entry import find_mark
-from tests.fresh import run_fresh
+from tests.fresh import printed, run_fresh
 from tests.models import tiny, word_tokenizer
 
 VOCABULARY = 64
@@ -236,9 +236,8 @@ def write_reference(model: PreTrainedModel, folder: Path, length: int = LENGTH) 
 def results_of(mode: str, root: Path) -> dict[str, Any]:
     """What `fresh_process.py` finds."""
     script = Path(__file__).with_name("fresh_process.py")
-    done = run_fresh(script.read_text(), mode, root, environment={"TOKENIZERS_PARALLELISM": "false"})
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    text = printed(run_fresh(script.read_text(), mode, root, environment={"TOKENIZERS_PARALLELISM": "false"}))
+    (line,) = [line for line in text.splitlines() if line.startswith("RESULTS ")]
     return json.loads(line.removeprefix("RESULTS "))
 
 

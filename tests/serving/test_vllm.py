@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import AlibiConfig, patch_model
+from tests.fresh import run_python
 from tests.models import tiny, word_tokenizer
 from tests.serving.chats import client, free_port, wait_for
 
@@ -50,10 +51,8 @@ def save(folder: Path, scheme: object) -> None:
     model.save_pretrained(folder)
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], env=os.environ | ENVIRONMENT | environment, capture_output=True, text=True
-    )
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python(*command, environment=ENVIRONMENT | environment)
 
 
 @pytest.mark.parametrize(
