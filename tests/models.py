@@ -55,6 +55,17 @@ _SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("GPT2Config", "GPTJConfig", "CTRLConfig", "CodeGenConfig"), _BLOCKS),
     **dict.fromkeys(("T5Config", "UMT5Config"), _T5),
     **dict.fromkeys(("BartConfig", "MarianConfig", "M2M100Config"), _BART),
+    "WhisperConfig": _BART
+    | {
+        "vocab_size": 40,
+        "num_mel_bins": 8,
+        "max_source_positions": 12,
+        "max_target_positions": 20,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
     "BloomConfig": {
         "hidden_size": 32,
         "n_layer": 2,
