@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from docs.explorer import make_data
 from docs.explorer.recorded import packed, unpacked
 from hf_posenc import list_schemes
 from hf_posenc.schemes import get_scheme, registered_configs
@@ -21,19 +20,11 @@ RECORDED = list(data("recorded")["schemes"])
 REMEDY = "run: python docs/explorer/make_data.py"
 
 
-@pytest.fixture(scope="module")
-def make_data() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_data", DATA.parent / "make_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_options_are_those_of_the_configs(make_data: ModuleType) -> None:
+def test_options_are_those_of_the_configs() -> None:
     assert (DATA / "options.json").read_text(encoding="utf-8") == make_data.encoded(make_data.options_data()), REMEDY
 
 
-def test_every_scheme_of_the_library_is_in_the_explorer(make_data: ModuleType) -> None:
+def test_every_scheme_of_the_library_is_in_the_explorer() -> None:
     entries, examples = data("options")["schemes"], data("recorded")["schemes"]
     assert set(list_schemes()) <= set(entries), REMEDY
     # Those with a page in the reference, which links to the explorer: all that are not only about places of a model.
@@ -44,7 +35,7 @@ def test_every_scheme_of_the_library_is_in_the_explorer(make_data: ModuleType) -
 
 
 @pytest.mark.parametrize("name", mostly_slow(RECORDED, lambda name: name in RECORDED[::4]))
-def test_what_was_recorded_is_what_the_library_computes(make_data: ModuleType, name: str) -> None:
+def test_what_was_recorded_is_what_the_library_computes(name: str) -> None:
     fresh = json.loads(json.dumps(make_data.recorded_examples(name)))
     committed = data("recorded")["schemes"][name]
     computed = {"cells", "largest", "distance"}
@@ -78,7 +69,7 @@ def test_packed_numbers_are_unpacked() -> None:
         ("dog_minilm", 1e-2),
     ],
 )
-def test_numbers_of_minilm_are_what_the_library_computes(make_data: ModuleType, name: str, close: float) -> None:
+def test_numbers_of_minilm_are_what_the_library_computes(name: str, close: float) -> None:
     try:
         fresh = json.loads(json.dumps(getattr(make_data, f"{name}_data")()))
     except FileNotFoundError as error:
@@ -90,7 +81,7 @@ def test_numbers_of_minilm_are_what_the_library_computes(make_data: ModuleType, 
         assert first == (second if kinds is str else pytest.approx(second, rel=close, abs=1e-6)), REMEDY
 
 
-def test_trained_weights_fit_the_schemes_and_were_trained(make_data: ModuleType) -> None:
+def test_trained_weights_fit_the_schemes_and_were_trained() -> None:
     trained = data("trained")
     assert set(trained["schemes"]) == set(make_data.TRAINED)
     assert "compare" in trained["command"]
