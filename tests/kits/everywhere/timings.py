@@ -38,12 +38,16 @@ def run_timings(exports: Mapping[str, Mapping[str, Path | None]], tokens: Sequen
             for name, by_format in exports.items()
             if (place := by_format[form]) is not None
         }
-        times = measure(lambda name, runs=runs: runs[name](), list(runs), plan.rounds)
+        times = _times(runs, plan.rounds)
         first = times[next(iter(runs))]
         for name, by_phase in times.items():
             for phase in PHASES:
                 records += _records(name, program, phase, by_phase[phase], first[phase])
     return records
+
+
+def _times(runs: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    return measure(lambda name: runs[name](), list(runs), rounds)
 
 
 def _llama(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
