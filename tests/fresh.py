@@ -1,13 +1,14 @@
 """Programs in processes of their own that start with torch and transformers imported and without this package.
 
 Importing the two takes seconds. A server imports them once and forks for each program. A test of what an import does,
-or of what comes before it, starts an interpreter instead.
+or of what comes before it, starts an interpreter instead, and so does one of a script as a user runs it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +18,31 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from subprocess import CompletedProcess
 
+ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.fresh_imports"])
+
+
+def run_python(
+    *words: object, folder: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
+    """Runs `python WORDS` in a new interpreter, which finds this repository from any folder.
+
+    Args:
+        *words: of the command line.
+        folder: where it runs.
+        environment: variables that are set in addition.
+    """
+    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = os.environ | {"PYTHONPATH": search_path} | dict(environment or {})
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def printed(done: CompletedProcess[str]) -> str:
+    """What a process has printed, which ended well."""
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def run_fresh(

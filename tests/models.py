@@ -6,9 +6,11 @@ is different.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCABULARY = 96
 
@@ -53,6 +55,17 @@ _SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("GPT2Config", "GPTJConfig", "CTRLConfig", "CodeGenConfig"), _BLOCKS),
     **dict.fromkeys(("T5Config", "UMT5Config"), _T5),
     **dict.fromkeys(("BartConfig", "MarianConfig", "M2M100Config"), _BART),
+    "WhisperConfig": _BART
+    | {
+        "vocab_size": 40,
+        "num_mel_bins": 8,
+        "max_source_positions": 12,
+        "max_target_positions": 20,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
     "BloomConfig": {
         "hidden_size": 32,
         "n_layer": 2,
@@ -95,3 +108,17 @@ def tiny(name: str, **options: Any) -> Any:
         **options: fields of the config.
     """
     return getattr(transformers, name)(tiny_config(name, **options))
+
+
+def word_tokenizer(words: Iterable[str], **options: Any) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer with one token for each word of a text. It adds no special tokens.
+
+    Args:
+        words: in the order of their ids, or a dictionary of ids. The first one stands for unknown words.
+        **options: of the tokenizer.
+    """
+    ids = words if isinstance(words, dict) else {word: index for index, word in enumerate(words)}
+    options = {"unk_token": next(iter(ids))} | options
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=options["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)

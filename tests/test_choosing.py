@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
-from tests.models import tiny
+from tests.models import tiny, word_tokenizer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "choosing.md"
 #: A measured value with at least two decimals or an interval. "± 0.1" and "+-" are joined to their value.
@@ -50,10 +48,9 @@ SECTIONS = [section for section in PAGE.read_text(encoding="utf-8").split("\n## 
 def test_the_code_of_each_goal_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     encoder = "BERT" in section.splitlines()[0] or "encoder" in section.splitlines()[0]
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "dog": 1}, unk_token="[UNK]"))
     scope = {
         "model": tiny("BertModel" if encoder else "LlamaForCausalLM", vocab_size=16),
-        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", model_max_length=64),
+        "tokenizer": word_tokenizer(["[UNK]", "dog"], model_max_length=64),
         "patch_model": patch_model,
     }
     exec(compile(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0], str(PAGE), "exec"), scope)

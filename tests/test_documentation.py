@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -17,13 +16,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertTokenizer,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 import hf_posenc
 from hf_posenc.patching.anatomy.architectures import declaration
 from hf_posenc.schemes import registry
-from tests.models import tiny
+from tests.models import tiny, word_tokenizer
 from tests.patching.composites.models import COMPOSITES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,8 +109,7 @@ def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
 
 def test_the_code_of_the_page_on_context_length_runs() -> None:
     model = tiny("BertModel", vocab_size=16)
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "dog": 1}, unk_token="[UNK]"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", model_max_length=64)
+    tokenizer = word_tokenizer(["[UNK]", "dog"], model_max_length=64)
     run("docs/how_to/context_length.md", {"model": model, "tokenizer": tokenizer})
     assert model.config.max_position_embeddings == 256
 

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fresh import run_fresh
+from tests.fresh import ROOT, printed, run_fresh, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 #: The packages that each one reads a model or text from.
 NEEDS = {
@@ -50,20 +46,15 @@ def skip_without_packages(name: str) -> None:
 
 def output(name: str, folder: Path) -> str:
     skip_without_packages(name)
-    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py")],
-        capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": search_path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    text = printed(run_python(FOLDER / f"{name}.py", folder=folder))
     assert not list(folder.iterdir())
-    return done.stdout
+    return text
 
 
-def rows(printed: str) -> dict[str, list[float]]:
+def rows(text: str) -> dict[str, list[float]]:
     """The numbers of each line that begins with a label and ends with numbers."""
     found = {}
-    for line in printed.splitlines():
+    for line in text.splitlines():
         match = re.match(r"(\S.*?)\s{2,}([-\d.\s]+?)(?:\s{2,}(?:yes|no))?$", line)
         if match:
             found[match[1]] = [float(number) for number in match[2].split()]
@@ -86,8 +77,8 @@ def test_there_are_tests_of_all_examples_and_they_are_short() -> None:
 @pytest.mark.long
 @pytest.mark.assets
 def test_only_positions_tell_the_dogs_apart(tmp_path: Path) -> None:
-    printed = output("dog_test", tmp_path)
-    same = {line.split("  ")[0]: line.split()[-1] for line in printed.splitlines()[3:]}
+    text = output("dog_test", tmp_path)
+    same = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()[3:]}
     assert same == {
         "native (learned)": "no", "none": "yes", "integer": "yes", "sinusoidal": "no", "rope": "no", "alibi": "no",
     }  # fmt: skip
@@ -96,11 +87,11 @@ def test_only_positions_tell_the_dogs_apart(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.assets
 def test_the_longer_encoder_notices_what_stands_behind_token_512(tmp_path: Path) -> None:
-    printed = output("long_encoder", tmp_path)
-    table = rows(printed)
+    text = output("long_encoder", tmp_path)
+    table = rows(text)
     assert table["512 tokens"][0] == table["512 tokens"][1]
     assert table["1024 tokens"][1] > table["1024 tokens"][0] + 0.05
-    assert printed.endswith("as before: True\n")
+    assert text.endswith("as before: True\n")
 
 
 @pytest.mark.long
@@ -110,12 +101,11 @@ def test_an_example_with_brief_trainings(name: str, tmp_path: Path) -> None:
     steps, labels, end = BRIEF[name]
     source, changed = re.subn(steps, "4", (FOLDER / f"{name}.py").read_text())
     assert changed
-    done = run_fresh(source, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    text = printed(run_fresh(source, folder=tmp_path))
     assert not list(tmp_path.iterdir())
-    table = rows(done.stdout)
+    table = rows(text)
     assert [label for label in labels if label in table] == labels
-    assert done.stdout.endswith(end)
+    assert text.endswith(end)
 
 
 @pytest.mark.slow
@@ -137,11 +127,11 @@ def test_a_longer_table_of_clip_finds_what_truncation_cuts_off(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_yarn_reads_further_than_plain_rope_and_needs_no_plugin(tmp_path: Path) -> None:
-    printed = output("extend_context_yarn", tmp_path)
-    table = rows(printed)
+    text = output("extend_context_yarn", tmp_path)
+    table = rows(text)
     assert table["plain RoPE"][2] > table["plain RoPE"][0] + 0.1
     assert table["YaRN"][2] < table["plain RoPE"][2]
-    assert "stock checkpoint: yarn, 512 tokens, the same outputs: True" in printed
+    assert "stock checkpoint: yarn, 512 tokens, the same outputs: True" in text
 
 
 @pytest.mark.slow
@@ -155,9 +145,9 @@ def test_a_scheme_of_ones_own_reads_past_its_training_length(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.assets
 def test_adapters_and_encoding_are_trained_and_loaded_together(tmp_path: Path) -> None:
-    printed = output("lora_with_another_encoding", tmp_path)
-    losses = [float(loss) for loss in re.findall(r"^ +\d+ +(\d\.\d+)$", printed, flags=re.MULTILINE)]
+    text = output("lora_with_another_encoding", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^ +\d+ +(\d\.\d+)$", text, flags=re.MULTILINE)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 1
-    assert "64 of them the encoding's" in printed
-    assert printed.endswith("the same outputs: True\n")
+    assert "64 of them the encoding's" in text
+    assert text.endswith("the same outputs: True\n")

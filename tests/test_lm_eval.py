@@ -2,12 +2,9 @@
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.entry import INSTALL
 from hf_posenc.metrics.generalization import SyntheticExamples, compare_generalization
-from tests.fresh import run_fresh
+from tests.fresh import ROOT, printed, run_fresh, run_python
 from tests.models import tiny
 
-ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "eval" / "lm_eval_tasks"
 
 needs_lm_eval = pytest.mark.skipif(
@@ -158,11 +154,8 @@ def test_log_likelihoods_are_those_of_the_patched_model(folder, local_task, tmp_
 def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokenizer):
     options = {"synthetic_task": "repeated_copy", "lengths": [2, 4, 6], "samples": 5}
     command = words(folder, "hf_posenc_length_generalization", TASKS, tmp_path)
-    finished = subprocess.run(
-        [sys.executable, "-m", "hf_posenc.cli", "lm-eval", *command, "--metadata", json.dumps(options)],
-        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    command = ["-m", "hf_posenc.cli", "lm-eval", *command, "--metadata", json.dumps(options)]
+    printed(run_python(*command, environment={"OMP_NUM_THREADS": "1"}))
     reported = results(tmp_path)["hf_posenc_length_generalization"]
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = compare_generalization(model, tokenizer, "repeated_copy", [2, 4, 6], samples=5)

@@ -125,11 +125,13 @@ def assert_prints_what_is_stored(stored: list[Any], fresh: list[Any], compared: 
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name in ("patch_train_save", "your_own_scheme")))
 def test_a_notebook_runs_with_brief_trainings(name: str, tmp_path: Path) -> None:
+    from docs.tutorials.execute import executed
+
     skip_without_packages(name)
     notebook = read(name)
     compared = shortened(code_cells(notebook), *BRIEF[name])
     nbformat.write(notebook, tmp_path / "brief.ipynb")
-    fresh = code_cells(execute().executed(tmp_path / "brief.ipynb"))
+    fresh = code_cells(executed(tmp_path / "brief.ipynb"))
     assert_prints_what_is_stored(code_cells(read(name)), fresh, compared)
 
 
@@ -138,14 +140,8 @@ def test_a_notebook_runs_with_brief_trainings(name: str, tmp_path: Path) -> None
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_prints_what_is_stored(name: str) -> None:
+    from docs.tutorials.execute import executed
+
     skip_without_packages(name)
-    stored, fresh = (code_cells(one) for one in (read(name), execute().executed(FOLDER / f"{name}.ipynb")))
+    stored, fresh = (code_cells(one) for one in (read(name), executed(FOLDER / f"{name}.ipynb")))
     assert_prints_what_is_stored(stored, fresh, len(stored))
-
-
-def execute() -> Any:
-    """The script that stores the outputs."""
-    spec = importlib.util.spec_from_file_location("execute", FOLDER / "execute.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -14,8 +12,8 @@ from packaging.requirements import Requirement
 
 from hf_posenc.installation import EXTRAS, TRAINING, located, scripts_folder
 from hf_posenc.version import REPOSITORY, __version__
+from tests.fresh import ROOT, printed, run_python
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 #: Where the module of a package has another name.
 PACKAGES = {"sklearn": "scikit-learn", "lm_eval": "lm-eval"}
@@ -26,9 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel installs."""
     pytest.importorskip("hatch_fancy_pypi_readme", reason="needs hatchling and its plugin: pip install '.[test]'")
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed(run_python("-m", "hatchling", "build", "-t", "wheel", "-d", folder))
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
@@ -63,10 +59,8 @@ def test_links_of_the_description_lead_to_the_repository(wheel: Path) -> None:
 def test_scripts_run_from_the_wheel_beside_a_package_called_training(wheel: Path, tmp_path: Path, words: list[str]):
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "__init__.py").write_text("raise AssertionError('the package of the user')")
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_posenc.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": f"{wheel}{os.pathsep}{tmp_path}"},
-    )  # fmt: skip
+    search_path = {"PYTHONPATH": f"{wheel}{os.pathsep}{tmp_path}"}
+    done = run_python("-m", "hf_posenc.cli", *words, folder=tmp_path, environment=search_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "nonsense" in done.stderr

@@ -3,7 +3,6 @@
 import builtins
 import importlib
 import importlib.util
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ import time
 import pytest
 
 from hf_posenc.wrapping import when_imported
+from tests.fresh import printed, run_python
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_importing_the_package_loads_nothing_that_it_may_not_need():
         late = tuple(f"hf_posenc.{name}" for name in ("patching", "schemes", "recipes", "metrics", "plots"))
         assert not [name for name in sys.modules if name.startswith(late)]
     """)
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed(run_python("-c", code))
 
 
 def test_a_module_that_is_being_imported_by_this_thread_cannot_be_followed(tmp_path, monkeypatch):

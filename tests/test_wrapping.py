@@ -28,7 +28,7 @@ def _engine_config(model: Any, trust_remote_code: bool = False, **kwargs: Any) -
 def wrapped(name: str) -> Any:
     """The function behind a name; that of an engine is made up."""
     if name.startswith(_ENGINES):
-        return _wrapped_twin(name, _engine_config)
+        return _wrapped_twin(WRAPPERS[name], _engine_config)
     parts = name.split(".")
     cut = next(i for i, part in enumerate(parts) if part.lstrip("_")[0].isupper() or i == len(parts) - 1)
     owner: Any = importlib.import_module(".".join(parts[:cut]))
@@ -40,14 +40,14 @@ def wrapped(name: str) -> Any:
     return getattr(raw, "__func__", raw)
 
 
-def _wrapped_twin(name: str, function: Callable[..., Any]) -> Any:
-    """A function in a module of its own, with the wrapper of `name`."""
+def _wrapped_twin(wrapper: Callable[[Call], Any], function: Callable[..., Any]) -> Any:
+    """A function in a module of its own, with a wrapper."""
     module: Any = ModuleType("tests.twin")
     module.__spec__ = SimpleNamespace(_initializing=False)
     module.twin = function
     sys.modules[module.__name__] = module
     try:
-        wrap(module.__name__, {"twin": WRAPPERS[name]})
+        wrap(module.__name__, {"twin": wrapper})
     finally:
         del sys.modules[module.__name__], WRAPPERS["tests.twin.twin"]
     return module.twin
@@ -146,7 +146,7 @@ def test_every_argument_is_passed_on_however_it_is_given(name: str, how: str, tm
         return result
 
     original.__signature__ = signature  # type: ignore[attr-defined]
-    twin = _wrapped_twin(name, original)
+    twin = _wrapped_twin(WRAPPERS[name], original)
     keywords = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), "")
     extra = given.arguments.pop(keywords, {})
     if how == "required only":
@@ -191,32 +191,23 @@ def _by_closure(inner: Any) -> Any:
 def _bound(inner: Any) -> Any:
     bound = inner.__get__(3)
 
-    def scheme(self: int, *args: Any, **kwargs: Any) -> Any:
+    def twin(self: int, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
 
-    return scheme
+    return twin
 
 
 @pytest.mark.parametrize("others", [(_by_closure,), (_bound,), (_by_closure, _bound, _by_closure)])
 def test_arguments_are_found_behind_a_wrapper_of_others_that_names_none(others: tuple[Any, ...]) -> None:
-    module: Any = ModuleType("tests.of_others")
-    module.__spec__ = SimpleNamespace(_initializing=False)
-
-    def scheme(self: int, folder: str, strict: bool = True, **more: int) -> Any:
+    def twin(self: int, folder: str, strict: bool = True, **more: int) -> Any:
         return self, folder, strict, more
 
+    outer: Any = twin
     for other in others:
-        module.scheme = other(getattr(module, "scheme", scheme))
-    outer = module.scheme
-    sys.modules[module.__name__] = module
-    try:
-        wrap(
-            module.__name__, {"scheme": lambda call: (call["folder"], call["strict"], call.run(strict=False, more={}))}
-        )
-    finally:
-        del sys.modules[module.__name__], WRAPPERS["tests.of_others.scheme"]
-    assert inspect.signature(module.scheme) == inspect.signature(outer)
-    for found in (module.scheme(3, "a"), module.scheme(3, folder="a"), module.scheme(3, "a", another=1)):
+        outer = other(outer)
+    wrapper = _wrapped_twin(lambda call: (call["folder"], call["strict"], call.run(strict=False, more={})), outer)
+    assert inspect.signature(wrapper) == inspect.signature(outer)
+    for found in (wrapper(3, "a"), wrapper(3, folder="a"), wrapper(3, "a", another=1)):
         assert found == ("a", True, (3, "a", False, {}))
 
 

@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     BertForMaskedLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen2MoeForCausalLM,
     RobertaForMaskedLM,
     T5ForConditionalGeneration,
@@ -32,8 +28,8 @@ from transformers import (
 import hf_posenc
 from hf_posenc import CheckpointError
 from hf_posenc.entry import find_mark
-from tests.fresh import run_fresh
-from tests.models import tiny
+from tests.fresh import printed, run_fresh
+from tests.models import tiny, word_tokenizer
 
 VOCABULARY = 64
 LENGTH = 14
@@ -240,9 +236,8 @@ def write_reference(model: PreTrainedModel, folder: Path, length: int = LENGTH) 
 def results_of(mode: str, root: Path) -> dict[str, Any]:
     """What `fresh_process.py` finds."""
     script = Path(__file__).with_name("fresh_process.py")
-    done = run_fresh(script.read_text(), mode, root, environment={"TOKENIZERS_PARALLELISM": "false"})
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    text = printed(run_fresh(script.read_text(), mode, root, environment={"TOKENIZERS_PARALLELISM": "false"}))
+    (line,) = [line for line in text.splitlines() if line.startswith("RESULTS ")]
     return json.loads(line.removeprefix("RESULTS "))
 
 
@@ -254,11 +249,8 @@ LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "r": 2
 def write_stock_llama(folder: Path, seed: int = 0) -> Path:
     """A Llama with random weights, and words `word3` to `word63` for its tokens."""
     made(seed=seed).save_pretrained(folder)
-    words = {"[UNK]": 0, "[PAD]": 1, "[END]": 2} | {f"word{number}": number for number in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", eos_token="[END]")
-    fast.save_pretrained(folder)
+    words = ["[UNK]", "[PAD]", "[END]", *(f"word{number}" for number in range(3, VOCABULARY))]
+    word_tokenizer(words, pad_token="[PAD]", eos_token="[END]").save_pretrained(folder)
     return folder
 
 

@@ -18,8 +18,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
     EncoderDecoderModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -42,6 +40,7 @@ from tests.checkpoint.checkpoint_cases import (
     without_mark,
     written,
 )
+from tests.models import tiny
 
 STOCK: dict[str, Any] = {"scheme": None}
 ALIBI: dict[str, Any] = {"scheme": "alibi"}
@@ -221,8 +220,7 @@ def test_a_key_of_the_same_name_in_a_stock_config_is_not_ours(tmp_path: Path, fo
 
 
 def test_a_scheme_for_an_encoder_decoder_is_for_one_of_its_models(tmp_path: Path) -> None:
-    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=20, **tiny)).save_pretrained(tmp_path)
+    tiny("BertModel").save_pretrained(tmp_path)
     build, folder = EncoderDecoderModel.from_encoder_decoder_pretrained, str(tmp_path)
     with pytest.raises(UnsupportedError, match="takes encoder_position_encoding= and decoder_position_encoding="):
         build(folder, folder, position_encoding="alibi")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import hf_posenc
-from tests.fresh import run_fresh
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.fresh import ROOT, printed, run_fresh, run_python
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
@@ -28,7 +23,7 @@ def test_type_checkers_see_the_same_names() -> None:
     """They take the names that are imported under their own name."""
     seen = {"__version__"}
     for folder in ("hf_posenc", "hf_posenc/schemes"):
-        tree = ast.parse((REPOSITORY / folder / "__init__.py").read_text())
+        tree = ast.parse((ROOT / folder / "__init__.py").read_text())
         imported = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
         seen |= {alias.name for alias in imported if alias.asname == alias.name}
     assert seen - {"metrics", "plots", "recipes", "schemes"} == set(hf_posenc.__all__)
@@ -36,8 +31,7 @@ def test_type_checkers_see_the_same_names() -> None:
 
 def test_import_is_cheap() -> None:
     code = "import time; start = time.process_time(); import hf_posenc; print(time.process_time() - start)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    assert float(done.stdout) < 0.2
+    assert float(printed(run_python("-c", code))) < 0.2
 
 
 def test_subpackages_are_attributes_after_one_import() -> None:
@@ -46,8 +40,7 @@ def test_subpackages_are_attributes_after_one_import() -> None:
         "hf_posenc.schemes.get_scheme.__name__, hf_posenc.plots.__name__, {'metrics', 'plots', 'recipes'} <= "
         "set(dir(hf_posenc)))"
     )
-    done = run_fresh(code)
-    assert done.stdout.split() == ["drope", "dog_test", "get_scheme", "hf_posenc.plots", "True"]
+    assert printed(run_fresh(code)).split() == ["drope", "dog_test", "get_scheme", "hf_posenc.plots", "True"]
 
 
 def test_figures_are_attributes_too() -> None:

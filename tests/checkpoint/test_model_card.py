@@ -19,7 +19,7 @@ from hf_posenc.checkpoint import model_card
 from hf_posenc.checkpoint.cards import write_card
 from hf_posenc.version import REPOSITORY
 from tests.cli.conftest import save_tokenizer
-from tests.fresh import run_fresh
+from tests.fresh import printed, run_fresh
 from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES
 
@@ -82,9 +82,7 @@ def square_root(distance):
 
 def test_the_example_imports_the_module_of_an_own_scheme(tmp_path: Path) -> None:
     def run(program: str) -> str:
-        done = run_fresh(f"import sys\nsys.path.append('.')\n{program}", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return printed(run_fresh(f"import sys\nsys.path.append('.')\n{program}", folder=tmp_path))
 
     (tmp_path / "schemes_of_mine.py").write_text(OWN_SCHEME)
     save = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +11,7 @@ import pytest
 import torch
 from transformers import (
     PreTrainedModel,
-    VideoMAEConfig,
-    VideoMAEForPreTraining,
     VideoMAEForVideoClassification,
-    ViTMAEConfig,
-    ViTMAEForPreTraining,
     ViTMAEModel,
     WhisperForAudioClassification,
     WhisperForCausalLM,
@@ -25,20 +22,13 @@ from tests.checkpoint.checkpoint_cases import assert_same, edit_json, randomize
 from tests.export.test_modalities import speech_model
 from tests.models import tiny
 
-#: A small encoder, and a smaller decoder behind it.
-_SIZES: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16,
-    "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
+#: Behind the small encoder, a smaller decoder.
+_SIZES = {
+    "image_size": 16, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
     "decoder_intermediate_size": 32,
 }  # fmt: skip
-
-
-def masked_images() -> PreTrainedModel:
-    return ViTMAEForPreTraining(ViTMAEConfig(**_SIZES, patch_size=4))
-
-
-def masked_videos() -> PreTrainedModel:
-    return VideoMAEForPreTraining(VideoMAEConfig(**_SIZES, patch_size=8, num_frames=4))
+masked_images = partial(tiny, "ViTMAEForPreTraining", **_SIZES, patch_size=4)
+masked_videos = partial(tiny, "VideoMAEForPreTraining", **_SIZES, patch_size=8, num_frames=4)
 
 
 class Case(NamedTuple):

@@ -18,7 +18,7 @@ from hf_posenc import CheckpointError
 from hf_posenc.checkpoint.agreement import NamedSchemes
 from tests.checkpoint.checkpoint_cases import FORMS, assert_same, made, outputs, refused, without_mark, written
 from tests.checkpoint.test_identity import ALIBI, CROSSINGS, PAIRS, STOCK, T5
-from tests.fresh import run_fresh
+from tests.fresh import printed, run_fresh
 
 ON_CPU: dict[str, Any] = {"device_map": {"": "cpu"}}
 WAYS: tuple[dict[str, Any], ...] = ({}, ON_CPU, ON_CPU | {"strict": True})
@@ -214,6 +214,6 @@ for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
     except hf_posenc.PositionEncodingError as error:
         print("refused:", error)
 """
-    done = run_fresh(code)
-    assert done.stdout.count("refused: ") == 2, done.stdout + done.stderr
-    assert done.stdout.count("alibi") >= 2
+    text = printed(run_fresh(code))
+    assert text.count("refused: ") == 2
+    assert text.count("alibi") >= 2

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForImageClassification,
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPImageProcessorPil,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
     ViTImageProcessorPil,
 )
 
 from hf_posenc.cli import main
 from hf_posenc.loading import model_class
 from tests.export.test_modalities import speech_model
+from tests.models import word_tokenizer
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.vision.models import vit
 
@@ -31,8 +29,7 @@ from .running import refused
 def llava(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("llava")
     COMPOSITES["llava"].model().save_pretrained(folder)
-    words = WordLevel({"[UNK]": 0, "dog": 10, "<image>": 3}, unk_token="[UNK]")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]")
+    tokenizer = word_tokenizer({"[UNK]": 0, "dog": 10, "<image>": 3})
     LlavaProcessor(CLIPImageProcessorPil(), tokenizer, patch_size=4).save_pretrained(folder)
     return str(folder)
 

@@ -11,7 +11,7 @@ import pytest
 from hf_posenc import installation
 from hf_posenc.cli import catalogue, main, running
 from hf_posenc.version import __version__
-from tests.fresh import run_fresh
+from tests.fresh import run_fresh, run_python
 
 from .running import refused
 
@@ -110,9 +110,7 @@ def test_what_needs_no_model_loads_no_framework(words, status, output):
         "except SystemExit as error: status = error.code\n"
         "print({'torch', 'transformers', 'numpy'} & set(sys.modules), status, file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
-    )
+    done = run_python("-c", code)
     assert done.stderr.splitlines()[-1] == f"set() {status}"
     assert output in done.stdout + done.stderr
 

@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.devices import strict_device
+from tests.fresh import printed, run_python
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 INSIDE, ON_ONE = "tests/devices/inside", "tests/devices/inside/test_waits.py tests/devices/inside/test_kernels.py"
 MATRIX = "tests/matrix/test_behaviour.py"
 #: What the stock model cannot do while accelerate keeps its weights elsewhere: be cast, or have its weights compared.
@@ -28,16 +23,7 @@ def _run(tests: str, placement: str, *options: str) -> None:
     if missing is not None:
         pytest.skip(missing)
     words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    printed(run_python("-m", "pytest", *words, environment={"OMP_NUM_THREADS": "1"}))
 
 
 def test_models_that_are_split_over_two_devices() -> None:

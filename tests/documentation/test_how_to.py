@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hf_posenc
 from hf_posenc import extensions
 from hf_posenc.cli import parser as shell
 from hf_posenc.schemes import registry
 from tests.documentation.pages import commands, page_text, saved_files
-from tests.models import tiny
+from tests.models import tiny, word_tokenizer
 from tests.real.conftest import minilm_folder  # noqa: F401
 from training import compare, run_image_classification, search_spectrum
 from training.argument_files import parse_arguments
@@ -75,13 +74,9 @@ def run_file(name: str, *words: str) -> dict[str, Any]:
     return scope
 
 
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {"[UNK]": 0, "[PAD]": 1, "[END]": 2, "the": 3, "of": 4, "to": 5, "and": 6}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", eos_token="[END]", chat_template=CHAT
-    )
+def words_tokenizer() -> Any:
+    words = ["[UNK]", "[PAD]", "[END]", "the", "of", "to", "and"]
+    return word_tokenizer(words, pad_token="[PAD]", eos_token="[END]", chat_template=CHAT)
 
 
 def small_llama() -> Any:

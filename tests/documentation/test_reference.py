@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 import hf_posenc
+from docs.generate import limits
 from hf_posenc import metrics, plots, recipes, report
 from hf_posenc.cli.parser import _parser
 from hf_posenc.evaluations import EVALUATIONS
@@ -134,11 +134,6 @@ def test_the_page_of_studies_has_every_setting_with_its_meaning(site: Path) -> N
 
 
 def test_the_table_of_environments_is_that_of_the_library() -> None:
-    spec = importlib.util.spec_from_file_location("limits", ROOT / "docs" / "generate" / "limits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    limits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(limits)
     text = (ROOT / "docs" / "reference" / "limits.md").read_text()
     assert limits.page(text) == text, "run docs/generate/limits.py"
 

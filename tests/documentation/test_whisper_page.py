@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import WhisperFeatureExtractor
 
 from hf_posenc import unpatch_model
 from tests.documentation.test_how_to import empty_folder, run_file, save_files  # noqa: F401
-from tests.patching.audio.whisper import WHISPER
+from tests.models import tiny
 
 PAGE = "whisper_past_30_seconds"
 #: One second in place of 30: 50 tokens of 20 ms.
@@ -19,9 +19,7 @@ SECONDS = 1
 
 def test_a_whisper_takes_longer_sound_trains_and_transcribes(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    WhisperForConditionalGeneration(WhisperConfig(**WHISPER | {"max_source_positions": 50 * SECONDS})).save_pretrained(
-        "stock"
-    )
+    tiny("WhisperForConditionalGeneration", max_source_positions=50 * SECONDS).save_pretrained("stock")
     WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS).save_pretrained("stock")
     waves = torch.randn(2, 2 * 16_000)
     torch.save([(wave, torch.randint(3, 40, (6,))) for wave in waves], "recordings.pt")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from hf_posenc import UnsupportedError
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf.vocabulary import vocabulary
 from tests.export.gguf_cases import VOCABULARY, byte_tokenizer, tiny_llama, unigram_tokenizer, word_piece_tokenizer
+from tests.models import word_tokenizer
 
 pytest.importorskip("xllamacpp")
 
@@ -48,26 +48,11 @@ def test_special_tokens_and_the_chat_template() -> None:
     assert found["ggml.token_type"][-1] == 5
 
 
-def in_pairs() -> Any:
-    pairs = pre_tokenizers.Split(Regex(".{1,2}"), "isolated")
-    return byte_tokenizer(bytes_after(pairs, pairs))
-
-
-def lower_case() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+def changed(tokenizer: Any, **parts: object) -> Any:
+    """A tokenizer with other parts behind it."""
+    for name, part in parts.items():
+        setattr(tokenizer.backend_tokenizer, name, part)
     return tokenizer
-
-
-def without_merges() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab(), [])
-    return tokenizer
-
-
-def whole_words() -> Any:
-    words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
 
 
 def with_added_token(**rule: bool) -> Any:
@@ -76,24 +61,24 @@ def with_added_token(**rule: bool) -> Any:
     return tokenizer
 
 
-def pieces_of_other_words() -> Any:
-    tokenizer = word_piece_tokenizer()
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
+PAIRS = pre_tokenizers.Split(Regex(".{1,2}"), "isolated")
 
 
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (in_pairs, r"gives the same tokens.*gpt-2: \d+ of \d+ strings differ; .*'onnx'"),
-        (lower_case, "strings differ"),
-        (whole_words, "'WordLevel', which cannot be written. Supported are byte-level BPE"),
+        (
+            lambda: byte_tokenizer(bytes_after(PAIRS, PAIRS)),
+            r"gives the same tokens.*gpt-2: \d+ of \d+ strings differ; .*'onnx'",
+        ),
+        (lambda: changed(byte_tokenizer(), normalizer=normalizers.Lowercase()), "strings differ"),
+        (partial(word_tokenizer, ["<unk>", "a"]), "'WordLevel', which cannot be written. Supported are byte-level BPE"),
         *(
             (partial(with_added_token, **{rule: True}), "no tokenizer that gives the same tokens")
             for rule in ("lstrip", "rstrip", "single_word")
         ),
-        (pieces_of_other_words, "strings differ"),
-        (without_merges, "has no merges.*Export to 'onnx'"),
+        (lambda: changed(word_piece_tokenizer(), pre_tokenizer=pre_tokenizers.WhitespaceSplit()), "strings differ"),
+        (lambda: changed(byte_tokenizer(), model=models.BPE({"a": 0}, [])), "has no merges.*Export to 'onnx'"),
         # Then the tokenizer reads a line break as a space, and llama.cpp does not.
         (partial(unigram_tokenizer, normalized=False), r"'\\n' is \[1\] in the tokenizer"),
     ],

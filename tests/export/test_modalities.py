@@ -14,12 +14,11 @@ from transformers import (
     CLIPTextModel,
     SiglipModel,
     SiglipTextModel,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 from hf_posenc import LinearScaling, PRopeConfig, RopeConfig, SchemeConfig, UnsupportedError, export_model, patch_model
 from hf_posenc.recipes import swap_scheme
+from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
 from tests.patching.vision.models import vit
@@ -134,11 +133,8 @@ def test_models_without_token_ids_are_refused(tmp_path: Path) -> None:
 
 def speech_model() -> Any:
     torch.manual_seed(0)
-    layers = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    sizes = {"vocab_size": 99, "max_source_positions": 20, "max_target_positions": 40, "num_mel_bins": 8}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return WhisperForConditionalGeneration(WhisperConfig(**layers, **heads, **sizes, **ids)).eval()
+    sizes = {"vocab_size": 99, "max_source_positions": 20, "max_target_positions": 40}
+    return tiny("WhisperForConditionalGeneration", encoder_layers=1, decoder_layers=1, **sizes).eval()
 
 
 def test_the_language_model_of_its_own_can_be_exported(tmp_path: Path) -> None:

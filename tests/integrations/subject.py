@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.matrix.running import patched, tokens
-from tests.models import VOCABULARY
+from tests.models import VOCABULARY, word_tokenizer
 
 #: float32 sums in another order, over two layers.
 TOLERANCE = 1e-4
@@ -42,15 +42,15 @@ def _named(model: Any) -> Any:
 def tokenizer(padding_side: str = "left") -> PreTrainedTokenizerFast:
     """One word, `w5`, for each id of the tiny vocabulary."""
     special = ["[PAD]", "[BOS]", "[UNK]", "[MASK]", "[EOS]"]
-    words = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(5, VOCABULARY))])}
-    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", bos_token="[BOS]", unk_token="[UNK]", mask_token="[MASK]",
-        eos_token="[EOS]", padding_side=padding_side,
+    found = word_tokenizer(
+        [*special, *(f"w{i}" for i in range(5, VOCABULARY))], pad_token="[PAD]", bos_token="[BOS]", unk_token="[UNK]",
+        mask_token="[MASK]", eos_token="[EOS]", padding_side=padding_side,
         chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
     )  # fmt: skip
+    found.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", pair="$A $B:1", special_tokens=[]
+    )
+    return found
 
 
 def text(ids: Tensor) -> str:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
+from docs.generate import tools
 from tests.integrations.adapting import METHODS, PROMPTS, WITHOUT_ROW
 from tests.integrations.table import SLOW, TOOLS
 from tests.integrations.tool import EQUAL, SCHEMES, Tool, outcome
 from tests.versions import INSTALLED, TESTED
 
-_SPEC = importlib.util.spec_from_file_location(
-    "generate_tools", Path(__file__).resolve().parents[2] / "docs" / "generate" / "tools.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_GENERATOR = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_GENERATOR)
-
-RECORD = json.loads(_GENERATOR.DATA.read_text())
+RECORD = json.loads(tools.DATA.read_text())
 
 
 def _cases() -> list:
@@ -59,7 +50,7 @@ def test_a_cell_says_what_happens(tool: Tool, name: str) -> None:
 
 
 def test_the_page_is_made_of_the_record() -> None:
-    assert _GENERATOR.PAGE.read_text() == _GENERATOR.page(RECORD)
+    assert tools.PAGE.read_text() == tools.page(RECORD)
 
 
 def test_the_record_has_a_cell_for_every_tool_and_scheme() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import randomize, write_stock_llama
 from tests.documentation.pages import commands
+from tests.fresh import printed, run_python
 
 trl = pytest.importorskip("trl", reason="trl is in the optional group [tools]")
 
@@ -75,10 +73,5 @@ def test_the_command_of_the_page_places_the_scheme(tmp_path: Path) -> None:
     (tmp_path / "speeches" / "train.jsonl").write_text("\n".join(rows))
     (words,) = commands("train_with_other_tools", "hf-posenc run trl")
     small = ["--max_steps=1", "--use_cpu", "--bf16=false", "--report_to=none"]
-    root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_posenc.cli", "run", "trl", *words, *small],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed(run_python("-m", "hf_posenc.cli", "run", "trl", *words, *small, folder=tmp_path))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft").position_encoding.config.name == "alibi"

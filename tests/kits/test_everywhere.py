@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("onnxruntime")
@@ -24,6 +23,7 @@ from tests.kits.everywhere.launch import run_script
 from tests.kits.everywhere.measure import measure
 from tests.kits.everywhere.plan import Plan, Variant
 from tests.kits.everywhere.steps import Steps
+from tests.models import tiny
 from tests.versions import EXPORTER, since
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "everywhere.md"
@@ -50,11 +50,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
-    bert = BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=300,
-        max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    for name, model in (("smollm2", tiny_llama()), ("minilm", BertModel(bert))):
+    bert = tiny("BertModel", vocab_size=300, initializer_range=0.2)
+    for name, model in (("smollm2", tiny_llama()), ("minilm", bert)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return {name: folder / name for name in ("smollm2", "minilm")}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.fresh import run_python
 
 SUITE = """
 import torch
@@ -34,10 +32,8 @@ def test_it_rotates(tmp_path):
 def test_differences_from_the_stock_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "checkout" / "tests").mkdir(parents=True)
     (tmp_path / "checkout" / "tests" / "test_of_others.py").write_text(SUITE)
-    command = [sys.executable, "-m", "tests.kits.outside", str(tmp_path / "checkout"), "tests", "--arms", "alibi"]
-    run = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    words = ["tests", "--arms", "alibi", "--out", tmp_path / "out"]
+    run = run_python("-m", "tests.kits.outside", tmp_path / "checkout", *words)
     rows = [line for line in run.stdout.splitlines() if line.startswith("|")]
     assert rows[2:] == ["| stock | 2 | 0 | 0 | 0 | 0 | 0 |", "| alibi | 1 | 1 | 0 | 0 | 1 | 0 |"], run.stderr[-2000:]
     assert "test_it_rotates" in run.stdout

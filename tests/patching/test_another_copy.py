@@ -2,7 +2,7 @@
 
 import json
 
-from tests.fresh import run_fresh
+from tests.fresh import printed, run_fresh
 
 PROGRAM = """
 import json, sys, torch
@@ -58,10 +58,8 @@ print(json.dumps(found))
 
 
 def test_what_would_touch_the_patch_is_refused_by_name_and_the_new_copy_takes_over(tmp_path):
-    done = run_fresh(PROGRAM, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    found = json.loads(printed(run_fresh(PROGRAM, folder=tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    found = json.loads(done.stdout)
     refused = found.pop("refused")
     assert all("was patched by another copy of hf_posenc" in text for text in refused.values()), refused
     # Its wrappers stand in the place of those of the old copy, and not around them.

@@ -1,21 +1,9 @@
-import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-
-def _packaged_models():
-    path = Path(__file__).parents[2] / "eval" / "packaged_models.py"
-    spec = importlib.util.spec_from_file_location("packaged_models", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["packaged_models"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-packaged_models = _packaged_models()
+from eval import packaged_models
 
 
 def _located(find):

@@ -57,24 +57,18 @@ def test_smollm2_runs_with_its_own_code(name: str, smollm2_folder: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["alibi", "rope"])
-def test_embeddings_of_minilm_in_onnxruntime(name: str, minilm_folder: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("base", "name", "close"),
+    [("minilm", "alibi", 1e-5), ("minilm", "rope", 1e-5), ("smollm2", "none", 5e-5), ("smollm2", "alibi", 5e-5)],
+)
+def test_onnxruntime(base: str, name: str, close: float, request: pytest.FixtureRequest, tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     since(*EXPORTER)
-    model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32)
+    model_class = BertModel if base == "minilm" else AutoModelForCausalLM
+    model = model_class.from_pretrained(request.getfixturevalue(f"{base}_folder"), dtype=torch.float32)
     report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
-    assert {check.mode for check in report.checks} == {"embedding", "prefill"}
-    assert max(check.difference for check in report.checks) <= 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "alibi"])
-def test_smollm2_in_onnxruntime(name: str, smollm2_folder: str, tmp_path) -> None:
-    pytest.importorskip("onnxruntime")
-    since(*EXPORTER)
-    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
-    report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
-    assert max(check.difference for check in report.checks) <= 5e-5
+    assert {check.mode for check in report.checks} == {"embedding" if base == "minilm" else "decode", "prefill"}
+    assert max(check.difference for check in report.checks) <= close
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,6 @@
-import sys
-
 import pytest
 
-
-@pytest.fixture
-def packaged_models():
-    return sys.modules["packaged_models"]
+from eval import packaged_models
 
 
 @pytest.fixture
@@ -14,7 +9,7 @@ def packages(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_package_is_located_without_being_imported(packaged_models, packages):
+def test_a_package_is_located_without_being_imported(packages):
     (packages / "some_weights" / "model").mkdir(parents=True)
     (packages / "some_weights" / "__init__.py").write_text("raise RuntimeError('imported')")
     model = packaged_models.PackagedModel("some_weights", "some-weights==1.0", "model", "model.safetensors")
@@ -24,7 +19,7 @@ def test_a_package_is_located_without_being_imported(packaged_models, packages):
     assert model.locate() == packages / "some_weights" / "model"
 
 
-def test_an_interrupted_conversion_is_not_taken_for_a_checkpoint(packaged_models, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_is_not_taken_for_a_checkpoint(tmp_path, monkeypatch):
     missing = packaged_models.PackagedModel("no_such_module", "no-such-package==1.0", ".", "weights.gguf")
     monkeypatch.setattr(packaged_models, "SMOLLM2", missing)
     (tmp_path / "model.safetensors").write_bytes(b"half")
@@ -34,7 +29,7 @@ def test_an_interrupted_conversion_is_not_taken_for_a_checkpoint(packaged_models
     assert packaged_models.convert_smollm2(tmp_path) == tmp_path
 
 
-def test_the_command_prints_the_folder_or_the_reason(packaged_models, packages, capsys, monkeypatch):
+def test_the_command_prints_the_folder_or_the_reason(packages, capsys, monkeypatch):
     monkeypatch.setattr(
         packaged_models, "MINILM", packaged_models.PackagedModel("no_such_module", "no-such-package==1.0", "m", "w")
     )
@@ -49,7 +44,7 @@ def test_the_command_prints_the_folder_or_the_reason(packaged_models, packages, 
 
 
 @pytest.mark.parametrize("words", [["smollm2"], ["minilm", "--output", "x"], ["bert"]])
-def test_impossible_commands_show_the_usage(packaged_models, words):
+def test_impossible_commands_show_the_usage(words):
     with pytest.raises(SystemExit) as caught:
         packaged_models.main(words)
     assert caught.value.code == 2

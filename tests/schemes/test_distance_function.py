@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import CheckpointError, distance_bias, learned_per_head, patch_model
 from hf_posenc.schemes import BuildContext, registry
 from hf_posenc.schemes.bias.distance_function import config_of_function
-from tests.fresh import run_fresh
+from tests.fresh import printed, run_fresh
 from tests.models import tiny
 
 from .own_schemes import FadingConfig, RootConfig
@@ -199,11 +199,10 @@ def test_a_saved_model_loads_in_a_process_that_imports_the_module(
     torch.save(model(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
     model.save_pretrained(tmp_path / "saved")
     imports = {"HF_POSENC_IMPORT": "my_schemes", "HF_POSENC_IMPORT_FROM": str(tmp_path)}
-    loaded = run_fresh(LOAD, folder=tmp_path, environment=imports)
-    assert loaded.returncode == 0, loaded.stderr
-    assert "Subtracts what every head learns from the logits." in loaded.stdout
-    assert "  slope: float, default 0.5" in loaded.stdout
-    assert "has no such logit bias" in loaded.stdout
+    text = printed(run_fresh(LOAD, folder=tmp_path, environment=imports))
+    assert "Subtracts what every head learns from the logits." in text
+    assert "  slope: float, default 0.5" in text
+    assert "has no such logit bias" in text
     monkeypatch.delitem(registry._SCHEMES, "sloped")
     with pytest.raises(CheckpointError, match="Unknown scheme 'sloped'"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")

@@ -37,6 +37,8 @@ EXPRESSIBLE = [
     RopeConfig(scaling=LinearScaling(4.0)),
     RopeConfig(scaling=NtkScaling(4.0), rotary_dim=8),
     RopeConfig(scaling=DynamicScaling(2.0, 128)),
+    # At the original length itself, the factor cancels out only up to rounding.
+    RopeConfig(theta=100.0, scaling=DynamicScaling(8.49386653150895, 128), rotary_dim=4),
     RopeConfig(scaling=YarnScaling(4.0, 64, beta_fast=8.0)),
     RopeConfig(scaling=YarnScaling(4.0, 64, mscale=0.7, mscale_all_dim=1.0, truncate=False)),
     RopeConfig(scaling=YarnScaling(4.0, 64), attention_scaling=1.5),
@@ -50,11 +52,11 @@ EXPRESSIBLE = [
     RopeConfig(scaling=LinearScaling(2.0), attention_scaling=1.0),
     RopeConfig(scaling=Llama3Scaling(8.0, original_max_positions=64)),
     RopeConfig(theta=100.0, scaling=Llama3Scaling(3.5, 0.5, 0.6, 16)),
-    PRopeConfig(theta=1e6, fraction=0.4),
+    *(PRopeConfig(theta=1e6, fraction=fraction) for fraction in (0.0, 0.4, 0.75, 0.99, 1.0)),
 ]
 
 
-@pytest.mark.parametrize("length", [32, 64, 65, 200])
+@pytest.mark.parametrize("length", [32, 64, 65, 128, 129, 200])
 @pytest.mark.parametrize("config", EXPRESSIBLE, ids=str)
 def test_a_stock_module_computes_what_was_written(config, length):
     parameters = to_rope_parameters(config, CONTEXT)

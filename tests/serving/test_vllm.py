@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import AlibiConfig, patch_model
-from tests.models import tiny
+from tests.fresh import run_python
+from tests.models import tiny, word_tokenizer
 from tests.serving.chats import client, free_port, wait_for
 
 pytestmark = [
@@ -31,10 +32,9 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_TH
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a tokenizer whose words are numbers and a few letters."""
-    words = {word: index for index, word in enumerate(["<unk>", "</s>", *map(chr, range(33, 126))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = word_tokenizer(["<unk>", "</s>", *map(chr, range(33, 126))], eos_token="</s>")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -51,10 +51,8 @@ def save(folder: Path, scheme: object) -> None:
     model.save_pretrained(folder)
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], env=os.environ | ENVIRONMENT | environment, capture_output=True, text=True
-    )
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python(*command, environment=ENVIRONMENT | environment)
 
 
 @pytest.mark.parametrize(

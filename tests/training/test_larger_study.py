@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from docs.study import python_source, train_tokenizer
+from tests.models import word_tokenizer
 from tests.training.run_cases import study_runs, study_words
 from training import compare, search_spectrum
 from training.study.cells import study_cells
@@ -90,8 +90,7 @@ def test_the_larger_study_has_the_size_that_its_text_says() -> None:
     assert study.lengths[-1] == 8192
     assert (len(study.schemes), len(study.seeds)) == (8, 3)
     task = study_cells(study)[0].task
-    words = Tokenizer(models.WordLevel({str(token): token for token in range(8192)}, unk_token="0"))
-    model = new_model(task, study, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1"), 8192)
+    model = new_model(task, study, word_tokenizer(map(str, range(8192)), pad_token="1"), 8192)
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(15e6, rel=0.01)
     assert "15 million parameters" in STUDY.read_text()
 

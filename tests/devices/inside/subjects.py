@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import placed, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.models import tiny
-from tests.patching.audio.whisper import WHISPER, normal, stir
+from tests.patching.audio.whisper import normal, stir
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.vision.models import vit
 
@@ -65,7 +64,7 @@ def _padding() -> Tensor:
 
 
 def _whisper() -> Any:
-    model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER))
+    model = tiny("WhisperForConditionalGeneration")
     stir(model)
     return model
 

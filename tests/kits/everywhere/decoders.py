@@ -52,7 +52,7 @@ class Task:
     @classmethod
     def of(cls, plan: Plan, source: Path, length: int | None = None) -> Task:
         """Windows of the speech and prompts, or the start of the speech."""
-        tokens = text.tokens_of(AutoTokenizer.from_pretrained(source), text.speech())
+        tokens = text.speech_tokens(source)
         if length is None:
             windows = text.windows(tokens, plan.windows, plan.prompt + plan.places)
             sizes, writing = (plan.prompt, plan.places), (plan.prompts, plan.greedy)
@@ -138,10 +138,12 @@ def _ends(folder: Path) -> list[int]:
 
 
 def _llama(file: Path, program: str, variant: Variant, expected: Reference) -> list[Record]:
-    task, logprobs, precise = expected.task.given, expected.arrays["logprobs"], program != DEFAULT_CACHE
-    found = predict_windows(file, task, precise=precise)[..., : logprobs.shape[-1]]
-    gap, equal = compare_dense(logprobs, found), found.argmax(-1) == logprobs.argmax(-1)
-    records = compared(variant, expected.task.at(program), gap, equal)
+    task, vocabulary = expected.task.given, expected.arrays["logprobs"].shape[-1]
+    prompt, end = task["prompt"], task["prompt"] + task["places"] - 1
+    windows = [[window[:prompt], *([token] for token in window[prompt:end])] for window in task["windows"]]
+    logits = torch.stack(decode(file, windows, precise=program != DEFAULT_CACHE))
+    logprobs = logits.log_softmax(-1)[..., :vocabulary].numpy()
+    records = _predictions(variant, program, expected, {"logprobs": logprobs})
     if not task["prompts"]:
         return records
     prompts = [[ids] for ids in tokenize(file, task["prompts"])]
@@ -151,49 +153,31 @@ def _llama(file: Path, program: str, variant: Variant, expected: Reference) -> l
     return [*records, *_texts(variant, program, expected, texts)]
 
 
-def predict_windows(file: Path, task: Mapping[str, Any], *, precise: bool) -> np.ndarray:
-    """llama.cpp's log-probabilities at the places of each window, `(windows, places, vocabulary)`."""
-    prompt, end = task["prompt"], task["prompt"] + task["places"] - 1
-    texts = [[window[:prompt], *([token] for token in window[prompt:end])] for window in task["windows"]]
-    return torch.stack(decode(file, texts, precise=precise)).log_softmax(-1).numpy()
-
-
-def compare_dense(expected: np.ndarray, computed: np.ndarray) -> float:
-    """The largest difference of a probability, of log-probabilities of all tokens."""
-    return float(np.abs(np.exp(computed) - np.exp(expected)).max())
-
-
-def compared(
-    variant: Variant, at: Mapping[str, Any], gap: float, equal: np.ndarray, places: int | None = None
-) -> list[Record]:
-    """How far probabilities are from those of the reference, and how often the most probable token is the same.
+def _predictions(variant: Variant, program: str, expected: Reference, arrays: Mapping[str, np.ndarray]) -> list[Record]:
+    """How far predictions are from those of the reference, at the places or everywhere; the perplexity where known.
 
     Args:
         variant: which it is.
-        at: of the records.
-        gap: the largest difference of a probability.
-        equal: by place, whether the most probable token is the same.
-        places: of the probabilities, if they are fewer.
+        program: what made the predictions.
+        expected: the model in transformers.
+        arrays: as those of the reference; without "best" and "next" from a program that predicts at the places only.
     """
+    at, wanted = expected.task.at(program), expected.arrays
+    logprobs = arrays["logprobs"]
+    gap = float(np.abs(np.exp(logprobs) - np.exp(wanted["logprobs"])).max())
+    if "next" in arrays:
+        equal = arrays["best"] == wanted["best"]
+    else:
+        equal = logprobs.argmax(-1) == wanted["logprobs"].argmax(-1)
     shown = f"{int(equal.sum())} of {equal.size}"
-    return [
-        Record(variant.name, "probability", gap, at, count=equal.size if places is None else places),
+    records = [
+        Record(variant.name, "probability", gap, at, count=int(np.prod(logprobs.shape[:2]))),
         Record(variant.name, "agreement", float(equal.mean()), at, count=equal.size, shown=shown),
     ]
-
-
-def _predictions(variant: Variant, program: str, expected: Reference, arrays: Mapping[str, np.ndarray]) -> list[Record]:
-    """The largest difference of a probability at the places; the best tokens and the perplexity where known."""
-    at, wanted = expected.task.at(program), expected.arrays
-    gap = compare_dense(wanted["logprobs"], arrays["logprobs"])
-    if "next" not in arrays:
-        return compared(variant, at, gap, arrays["logprobs"].argmax(-1) == wanted["logprobs"].argmax(-1))
-    equal = arrays["best"] == wanted["best"]
-    perplexity = math.exp(-float(arrays["next"].mean()))
-    return [
-        *compared(variant, at, gap, equal, int(np.prod(arrays["logprobs"].shape[:2]))),
-        Record(variant.name, "perplexity", perplexity, at, count=equal.size, shown=f"{perplexity:.2f}"),
-    ]
+    if "next" in arrays:
+        perplexity = math.exp(-float(arrays["next"].mean()))
+        records.append(Record(variant.name, "perplexity", perplexity, at, count=equal.size, shown=f"{perplexity:.2f}"))
+    return records
 
 
 def _texts(variant: Variant, program: str, expected: Reference, texts: Sequence[str]) -> list[Record]:

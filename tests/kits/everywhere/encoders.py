@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 import hf_posenc
 from hf_posenc.report import Record
@@ -20,7 +19,7 @@ from tests.kits.everywhere.plan import Plan, Variant
 
 def run_encoder(source: Path, variant: Variant, onnx: Path, plan: Plan) -> list[Record]:
     """Embeds passages of the speech, as one padded batch, in transformers and in onnxruntime."""
-    tokens = text.tokens_of(AutoTokenizer.from_pretrained(source), text.speech())
+    tokens = text.speech_tokens(source)
     with loaded(source, decoder=False) as model:
         # The stock model has a table of this length. What replaces it has no end.
         longest = max(plan.passages) if variant.scheme else model.config.max_position_embeddings

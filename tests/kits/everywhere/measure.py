@@ -8,13 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from hf_posenc.report import Record, Result, Subject
 from tests.kits.everywhere import text
 from tests.kits.everywhere.decoders import Task, reference, run_everywhere
 from tests.kits.everywhere.encoders import run_encoder
-from tests.kits.everywhere.exports import FORMATS, export
+from tests.kits.everywhere.exports import FORMATS, OF_ENCODERS, export
 from tests.kits.everywhere.models import HEALING, checkpoint
 from tests.kits.everywhere.page import QUANTITIES
 from tests.kits.everywhere.plan import Plan, Variant
@@ -51,17 +49,15 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
         decode(variant)
     for variant in plan.encoders:
         source = checkpoint(steps, bases["minilm"], variant, decoder=False)
-        for name in FORMATS:
-            if FORMATS[name].encoders:
-                place, record = export(steps, source, variant, name, decoder=False)
-                records.append(record)
-                if place is not None:
-                    records += run_encoder(source, variant, place, plan)
+        for name in OF_ENCODERS:
+            place, record = export(steps, source, variant, name, decoder=False)
+            records.append(record)
+            if place is not None:
+                records += run_encoder(source, variant, place, plan)
     for name, lengths in plan.long.items():
         for length in lengths:
             decode(plan.decoder(name), length)
-    tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
-    records += run_timings(exports, tokens, plan)
+    records += run_timings(exports, text.speech_tokens(bases["smollm2"]), plan)
     return _result(plan, steps, records, command)
 
 

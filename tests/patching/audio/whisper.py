@@ -1,4 +1,4 @@
-"""A tiny Whisper, and what gives its weights an effect."""
+"""What gives the weights of a tiny Whisper an effect, and its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-WHISPER = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "num_mel_bins": 8,
-    "max_source_positions": 12,
-    "vocab_size": 40,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 48,
-    "max_target_positions": 20,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
 
 
 def normal(*shape: int) -> Tensor:

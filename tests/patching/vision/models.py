@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import ViTForImageClassification
 
-from tests.models import SIZES
+from tests.models import tiny
 
 PATCH = 4
 
@@ -16,8 +16,8 @@ PATCH = 4
 def vit(**options: Any) -> ViTForImageClassification:
     """A ViT whose attention is not uniform, so that positions matter."""
     torch.manual_seed(0)
-    config = ViTConfig(**SIZES, image_size=4 * PATCH, patch_size=PATCH, num_labels=5, **options)
-    model = ViTForImageClassification(config).eval()
+    sizes = {"image_size": 4 * PATCH, "patch_size": PATCH, "num_labels": 5}
+    model = tiny("ViTForImageClassification", **sizes, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)

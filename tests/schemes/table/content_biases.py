@@ -158,10 +158,6 @@ def cope(config: Any, parts: Any, case: LogitCase) -> Logits:
     return case.biased(bias)
 
 
-def softplus(value: float) -> float:
-    return math.log(1 + math.exp(value))
-
-
 def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2512.07805, the gated additive forms with the official code's slopes."""
     rates = parts.logit_bias.rate.tolist()
@@ -178,7 +174,7 @@ def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
     keys, queries = gate(parts.logit_bias.direction, case.key), gate(parts.logit_bias.query_direction, case.query)
 
     def bias(head: int, query: int, key: int) -> float:
-        slope = alibi_slope(len(case.query), head) * softplus(rates[head])
+        slope = alibi_slope(len(case.query), head) * math.log(1 + math.exp(rates[head]))
         return -abs(case.distance(query, key)) * slope * float(keys[head, key] + queries[head, query])
 
     return case.biased(bias)

@@ -28,22 +28,19 @@ def kerple(config: Any, part: Any, heads: int, causal: bool, head: int, distance
     return -r1 * abs(distance) ** exponent
 
 
-def fire_bias(part: Any, config: Any, head: int, distance: int, farthest: int) -> float:
+def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2310.04418, section 3: distance over the farthest position, both compressed, through a small network."""
+    part = parts.logit_bias
+    threshold = abs(part.threshold_factor.item() * config.initial_threshold)
 
     def compressed(x: float) -> float:
         return math.log(1 + abs(part.c.item()) * x)
 
-    threshold = abs(part.threshold_factor.item() * config.initial_threshold)
-    x = compressed(abs(distance)) / (compressed(max(threshold, farthest)) + config.epsilon)
-    hidden = np.maximum(array(part.hidden_weight) * x + array(part.hidden_bias), 0)
-    return float(array(part.output_weight[head]) @ hidden) + float(part.output_bias[head])
-
-
-def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
     def bias(head: int, query: int, key: int) -> float:
         farthest = case.positions[query] if case.causal else max(case.positions)
-        return fire_bias(parts.logit_bias, config, head, case.distance(key, query), farthest)
+        x = compressed(abs(case.distance(key, query))) / (compressed(max(threshold, farthest)) + config.epsilon)
+        hidden = np.maximum(array(part.hidden_weight) * x + array(part.hidden_bias), 0)
+        return float(array(part.output_weight[head]) @ hidden) + float(part.output_bias[head])
 
     return case.biased(bias)
 
