@@ -62,7 +62,7 @@ def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, 
     dense = biases[0](torch.tensor(pairs)).transpose(0, 1)
     mask = dense.masked_fill(~visible, torch.finfo(torch.float32).min)
     cache = {"use_cache": False} if ARCHITECTURES[architecture].causal else {}
-    return outputs(without_positions(architecture), ARCHITECTURES[architecture], ids, attention_mask=mask, **cache)
+    return outputs(without_positions(architecture), ids, attention_mask=mask, **cache)
 
 
 def same_document(positions: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_the_bias_is_that_of_every_pair_of_positions(way: tuple[str, str, str], 
     architecture, options, visible = CALLS[call]
     model, ids = patched(architecture, scheme, attn_implementation=backend), tokens(2, LENGTH)
     positions = POSITIONS[kind]
-    found = outputs(model, ARCHITECTURES[architecture], ids, position_ids=positions, **options)
+    found = outputs(model, ids, position_ids=positions, **options)
     assert distance(found, reference(model, architecture, ids, positions, visible(positions))) <= CLOSE
 
 
