@@ -5,8 +5,6 @@ Right is one call over the whole text in which the dropped tokens are hidden.
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -171,29 +169,6 @@ def test_dropped_tokens_cannot_come_back() -> None:
     assert distance(decoded(model, ids, cache, (4, 4)), model(ids[:, :8]).logits) <= CLOSE
 
 
-ORDER = torch.tensor([1, 0])
-ROWS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
-    "reorder_cache": (lambda cache: cache.reorder_cache(ORDER), [1, 0]),
-    "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-    "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-}
-
-
-@pytest.mark.parametrize("change", ROWS)
-@torch.no_grad()
-def test_rows_take_their_positions_along(change: str) -> None:
-    model, ids, mask = patched("llama_gqa", sinks_with("t5")), tokens(2, LENGTH), left_padding(LENGTH, PADS)
-    do, rows = ROWS[change]
-    cache = SinkCache(SINKS, WINDOW)
-    expected = decoded(model, ids, cache, (12, 8, 10), attention_mask=mask)[rows, 20:]
-    cache = SinkCache(SINKS, WINDOW)
-    decoded(model, ids[:, :20], cache, (12, 8), attention_mask=mask[:, :20])
-    do(cache)
-    for one in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
-        given = {"attention_mask": mask[rows], "past_key_values": one}
-        assert distance(model(ids[rows, 20:], **given).logits, expected) <= CLOSE
-
-
 @torch.no_grad()
 def test_given_positions_are_kept() -> None:
     """Positions that jump, and a mask without padding, so that no document seems to begin."""
@@ -310,21 +285,6 @@ def test_statements_that_do_not_fit_are_refused() -> None:
     cache.layers[1].key_positions = cache.layers[1].key_positions - 1
     with pytest.raises(UnsupportedError, match="different tokens of padded rows"):
         model(ids[:, 9:10], past_key_values=cache)
-
-
-@pytest.mark.parametrize(("filled", "message"), [(0, "were not encoded"), (LENGTH - 8, "a call did not end")])
-@torch.no_grad()
-def test_the_cache_of_a_call_that_failed_is_not_continued(filled: int, message: str) -> None:
-    """Its layers may hold as many keys, but of different tokens."""
-    model, ids, cache = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH), SinkCache(SINKS, WINDOW)
-    if filled:
-        decoded(model, ids, cache, (filled,))
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        decoded(model, ids, cache, (4,), filled)
-    handle.remove()
-    with pytest.raises(UnsupportedError, match=message):
-        decoded(model, ids, cache, (4,), filled)
 
 
 @pytest.mark.parametrize("smaller", [(SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1), (0, 2)])
