@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 from hf_posenc import PositionEncodingError
-from tests.matrix.running import patched, tokens
+from tests.matrix.running import gradients, patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 
 #: The second one compiles for any length, and the third one shows it.
@@ -67,15 +67,13 @@ def trained(scheme: Any) -> Trained:
     counter = CompileCounterWithBackend(aot_autograd(fw_compiler=read))
     compiled = torch.compile(model, backend=counter, fullgraph=True)
 
-    def gradients(call: Any, length: int) -> dict[str, Tensor]:
-        model.zero_grad()
+    def step(call: Any, length: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss.backward()
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return gradients(model, call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss)
 
     found, counts = [], []
     for length in (LENGTHS[0], *LENGTHS):
-        found.append(gradients(compiled, length))
+        found.append(step(compiled, length))
         counts.append(counter.frame_count)
     assert operators
     return Trained(
@@ -83,7 +81,7 @@ def trained(scheme: Any) -> Trained:
         again=counts[1] - counts[0],
         spoilers=[one for one in operators if any(word in one for word in SPOILERS)],
         found=found[1:],
-        wanted=[gradients(model, length) for length in LENGTHS],
+        wanted=[step(model, length) for length in LENGTHS],
     )
 
 

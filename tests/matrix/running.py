@@ -55,6 +55,13 @@ def drawn(model: Any, std: float = 1.0) -> Any:
     return model
 
 
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Those of a loss alone, by the names of the parameters that have one."""
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
 def outputs(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
     """Logits, or hidden states of a model without a head: `(batch, length, width)`."""
     if model.config.is_encoder_decoder:

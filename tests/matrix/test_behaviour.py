@@ -21,7 +21,7 @@ from tests.schemes.table.row import Row
 from tests.thinning import mostly_slow
 
 from .architectures import ARCHITECTURES
-from .running import LENGTH, distance, outputs, patched, tokens
+from .running import LENGTH, distance, gradients, outputs, patched, tokens
 
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5
@@ -235,20 +235,16 @@ def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) ->
 def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, reentrant: bool) -> None:
     """Two forwards before one backward, of different lengths: each layer is recomputed under its own positions."""
     model = patched(architecture, ALL_SCHEMES[scheme]).train()
-    gradients = []
+    found = []
     for checkpointing in (False, True):
-        model.zero_grad()
         torch.manual_seed(7)  # of schemes that draw positions
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         arguments = {"use_cache": False} if ARCHITECTURES[architecture].causal else {}
         long, short = outputs(model, tokens(2, 12), **arguments), outputs(model, tokens(2, 5), **arguments)
-        (long.float().pow(2).mean() + short.float().pow(2).mean()).backward()
-        gradients.append(
-            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        )
-    plain, recomputed = gradients
+        found.append(gradients(model, long.float().pow(2).mean() + short.float().pow(2).mean()))
+    plain, recomputed = found
     assert plain.keys() == recomputed.keys()
     learned = [name for name in plain if "position_encoding" in name]
     assert len(learned) == len(list(model.position_encoding.parameters()))
