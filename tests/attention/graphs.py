@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 from hf_posenc import PositionEncodingError
+from tests.kits import decoding as kit
 from tests.matrix.running import gradients, patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 
@@ -85,17 +86,16 @@ def trained(scheme: Any) -> Trained:
     )
 
 
-@torch.no_grad()
 def decoded(scheme: Any, architecture: str = "llama_gqa") -> tuple[int, Tensor, Tensor]:
     """Four tokens behind a static cache: the number of graphs, the logits, and those of one forward pass."""
     model, ids = model_of(architecture, scheme), tokens(batch=1, length=12)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    wanted = model(ids).logits[:, 8:]
+    wanted = kit.decoded(model, ids, None, [12])[:, 8:]
     cache = StaticCache(config=model.config, max_cache_len=16)
-    model(ids[:, :8], past_key_values=cache)
-    found = [compiled(ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(8, 12)]
-    return counter.frame_count, torch.cat(found, dim=1), wanted
+    kit.decoded(model, ids, cache, [8])
+    found = kit.decoded(compiled, ids, cache, [1] * 4, start=8)
+    return counter.frame_count, found, wanted
 
 
 def table() -> list[str]:

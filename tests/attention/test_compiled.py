@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
+from tests.kits import decoding as kit
 from tests.matrix.running import gradients, tokens
 from tests.thinning import mostly_slow
 
@@ -85,9 +86,7 @@ def test_training_steps_too(scheme: str) -> None:
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(scheme: str) -> None:
     model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=2).train(), tokens(length=12)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    found = []
+    mask, found = kit.left_padding(12, 3), []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -128,9 +127,7 @@ def test_inductor_computes_the_same(scheme: str) -> None:
     if scheme in DECODED:
         for number, call in enumerate((compiled, model)):
             cache = StaticCache(config=model.config, max_cache_len=16)
-            with torch.no_grad():
-                model(ids[:, :8], past_key_values=cache)
-                steps = [call(ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(8, 12)]
-            results[number].append(torch.cat(steps, dim=1))
+            kit.decoded(model, ids, cache, [8])
+            results[number].append(kit.decoded(call, ids, cache, [1] * 4, start=8))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

@@ -18,6 +18,7 @@ from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import DistanceForm, RowsForm
 from hf_posenc.patching.call.checked_layer import CheckedLayer
+from tests.kits.decoding import left_padding
 from tests.matrix.running import gradients, patched, tokens
 
 from .block_sizes import set_sizes
@@ -104,8 +105,7 @@ def test_kept_probabilities_give_the_same_gradients(
 ) -> None:
     """As many probabilities as the limit are kept. One more, and they are computed again."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 1 - int(padding)
+    mask = left_padding(ids.shape[1], 5 if padding else 0)
     heads, few = model.config.num_attention_heads, []
     original = block_attention.plain_attention
     monkeypatch.setattr(block_attention, "plain_attention", lambda *given: few.append(given) or original(*given))
@@ -128,8 +128,7 @@ def test_padding_before_a_text_has_the_same_gradient_in_all_kernels(
         set_sizes(monkeypatch, short_pairs=0, bias_numbers=100)
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
     model.position_encoding.requires_grad_(False)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    mask = left_padding(ids.shape[1], 5)
     labels = ids.masked_fill(mask == 0, -100)
     found = []
     for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):

@@ -17,6 +17,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model
 from hf_posenc.schemes.parts import DistanceBias, Part
+from tests.kits.decoding import left_padding
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, gradients, outputs, patched, tokens
 from tests.models import tiny
@@ -315,8 +316,7 @@ def test_tokens_that_a_later_mask_hides_keep_their_positions(scheme: Any, kind: 
     """The positions of cached tokens were counted over the mask with which they were cached."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
     cached, hidden = LENGTH - 3, slice(5, 9)
-    padding = torch.ones(2, LENGTH, dtype=torch.long)
-    padding[1, :2] = 0
+    padding = left_padding(LENGTH, 2)
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     seen = (padding.bool()[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()).clone()
     seen |= torch.eye(LENGTH, dtype=torch.bool)

@@ -23,7 +23,7 @@ from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.bias.tupe import UntiedPositionBias
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
-from tests.kits.decoding import decoded
+from tests.kits.decoding import decoded, left_padding
 from tests.thinning import in_turn
 
 from ..matrix.running import patched, tokens
@@ -253,9 +253,7 @@ def test_who_has_no_gaps_pays_for_none(backend: str, counted: Counted) -> None:
     """A bias of given positions is evaluated for pairs, and that of slots for distances."""
     model, ids = patched("llama_gqa", "t5", attn_implementation=backend), tokens(2, 20)
     axes = counted(T5Bias, lambda distance: distance.dim())
-    left = torch.ones_like(ids)
-    left[1, :6] = 0
-    slots = torch.arange(20)
+    left, slots = left_padding(20, 6), torch.arange(20)
     for mask in (None, left, left.flip(-1), torch.ones_like(left)):
         model(ids, attention_mask=mask)
     model(ids, position_ids=torch.stack((slots + 7, slots + 40)))
