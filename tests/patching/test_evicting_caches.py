@@ -224,11 +224,8 @@ def without_third(third: int) -> Tensor:
 
 
 def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
-    steps = []
-    for step in range(LENGTH):
-        position = {} if cache.counts_all or cache.states else {"position_ids": torch.tensor([[step]])}
-        steps.append(model(ids[:, step : step + 1], past_key_values=cache, **position).logits)
-    return torch.cat(steps, 1)
+    given = {} if cache.counts_all or cache.states else {"position_ids": torch.arange(LENGTH)[None]}
+    return decoded(model, ids, cache, SINGLY, **given)
 
 
 def giving(mask: Tensor) -> Callable[..., Any]:
@@ -291,13 +288,12 @@ def test_statements_that_do_not_fit_are_refused() -> None:
 @torch.no_grad()
 def test_a_cache_that_keeps_less_than_the_scheme_sees_is_refused_before_it_changes_a_result(smaller: Any) -> None:
     model, ids = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH)
-    expected, cache, found = model(ids).logits, SinkCache(*smaller), []
+    expected, cache, count = model(ids).logits, SinkCache(*smaller), sum(smaller)
     # It keeps one token less between calls, and drops the first one after this many.
-    for step in range(sum(smaller)):
-        found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+    found = decoded(model, ids, cache, [1] * count)
     with pytest.raises(UnsupportedError, match=rf"Use SinkCache\({SINKS}, {WINDOW}\)"):
-        model(ids[:, len(found) : len(found) + 1], past_key_values=cache)
-    assert distance(torch.cat(found, 1), expected[:, : len(found)]) <= CLOSE
+        decoded(model, ids, cache, [1], count)
+    assert distance(found, expected[:, :count]) <= CLOSE
 
 
 @torch.no_grad()
