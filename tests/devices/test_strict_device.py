@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,20 +24,24 @@ MATRIX = "tests/matrix/test_behaviour.py"
 NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
 
 
+def on_strict_device(tests: str, placement: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Runs pytest in a process of its own."""
+    words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment, check=False, **more)
+
+
+def of_all(tests: str, placement: str) -> list[str]:
+    """Options with which everything runs that the stock model can do there, too."""
+    offloaded = ["-k", NOT_OFFLOADED] if tests == MATRIX and placement in ("cpu", "disk") else []
+    return ["-m", "slow or not slow", *offloaded]
+
+
 def _run(tests: str, placement: str, *options: str) -> None:
     missing = strict_device.missing()
     if missing is not None:
         pytest.skip(missing)
-    words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = on_strict_device(tests, placement, *options, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
 
 
@@ -56,5 +61,4 @@ def test_waits_and_kernels_of_one_device() -> None:
 @pytest.mark.parametrize("placement", ["one", "split", "cpu", "disk"])
 @pytest.mark.parametrize("tests", [INSIDE, MATRIX])
 def test_everything(tests: str, placement: str) -> None:
-    offloaded = ("-k", NOT_OFFLOADED) if tests == MATRIX and placement in ("cpu", "disk") else ()
-    _run(tests, placement, "-m", "slow or not slow", *offloaded)
+    _run(tests, placement, *of_all(tests, placement))

@@ -169,16 +169,6 @@ def test_dropped_tokens_cannot_come_back() -> None:
     assert distance(decoded(model, ids, cache, (4, 4)), model(ids[:, :8]).logits) <= CLOSE
 
 
-@torch.no_grad()
-def test_given_positions_are_kept() -> None:
-    """Positions that jump, and a mask without padding, so that no document seems to begin."""
-    model, ids = patched("llama_gqa", sinks_with("alibi")), tokens(2, LENGTH)
-    given = {"position_ids": (torch.arange(LENGTH) + 7 * (torch.arange(LENGTH) > 20)).expand(2, -1)}
-    given["attention_mask"] = torch.ones_like(given["position_ids"])
-    whole = model(ids, **given, use_cache=False).logits
-    assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), (9, 4, 1, 7, 1, 1, 7), **given), whole) <= CLOSE
-
-
 class _Kept(DynamicLayer):
     """Drops one of three tokens as soon as all of them are older than four."""
 

@@ -18,8 +18,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 from hf_posenc import (
@@ -32,7 +30,7 @@ from hf_posenc import (
 )
 from tests.checkpoint.checkpoint_cases import edit_json
 from tests.matrix.running import patched, tokens
-from tests.models import SIZES, VOCABULARY
+from tests.models import SIZES, VOCABULARY, tiny
 from tests.patching.audio.whisper import WHISPER
 from tests.patching.composites.models import llava
 from tests.patching.test_changed_layers import assert_loads
@@ -191,9 +189,7 @@ def test_a_stock_config_that_asks_for_a_scheme_is_not_ignored(value: Any) -> Non
 
 
 def test_freezing_an_encoder_freezes_its_scheme() -> None:
-    model = patch_model(
-        patch_model(WhisperForConditionalGeneration(WhisperConfig(**WHISPER)), "t5"), "t5", part="audio"
-    )
+    model = patch_model(patch_model(tiny("WhisperForConditionalGeneration", **WHISPER), "t5"), "t5", part="audio")
     model.freeze_encoder()
     trained = {name for name, one in model.named_parameters() if one.requires_grad and "position_encoding" in name}
     assert trained

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from tests.devices import spreading
 from tests.kits.decoding import left_padding
@@ -64,7 +63,7 @@ def _ids() -> dict[str, Any]:
 
 
 def _whisper() -> Any:
-    model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER))
+    model = tiny("WhisperForConditionalGeneration", **WHISPER)
     stir(model)
     return model
 
