@@ -19,7 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 from hf_posenc import PositionEncodingError
-from tests.matrix.running import patched, tokens
+from tests.kits import decoding as kit
+from tests.matrix.running import gradients, patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 
 #: The second one compiles for any length, and the third one shows it.
@@ -67,15 +68,13 @@ def trained(scheme: Any) -> Trained:
     counter = CompileCounterWithBackend(aot_autograd(fw_compiler=read))
     compiled = torch.compile(model, backend=counter, fullgraph=True)
 
-    def gradients(call: Any, length: int) -> dict[str, Tensor]:
-        model.zero_grad()
+    def step(call: Any, length: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss.backward()
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return gradients(model, call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss)
 
     found, counts = [], []
     for length in (LENGTHS[0], *LENGTHS):
-        found.append(gradients(compiled, length))
+        found.append(step(compiled, length))
         counts.append(counter.frame_count)
     assert operators
     return Trained(
@@ -83,21 +82,20 @@ def trained(scheme: Any) -> Trained:
         again=counts[1] - counts[0],
         spoilers=[one for one in operators if any(word in one for word in SPOILERS)],
         found=found[1:],
-        wanted=[gradients(model, length) for length in LENGTHS],
+        wanted=[step(model, length) for length in LENGTHS],
     )
 
 
-@torch.no_grad()
 def decoded(scheme: Any, architecture: str = "llama_gqa") -> tuple[int, Tensor, Tensor]:
     """Four tokens behind a static cache: the number of graphs, the logits, and those of one forward pass."""
     model, ids = model_of(architecture, scheme), tokens(batch=1, length=12)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    wanted = model(ids).logits[:, 8:]
+    wanted = kit.decoded(model, ids, None, [12])[:, 8:]
     cache = StaticCache(config=model.config, max_cache_len=16)
-    model(ids[:, :8], past_key_values=cache)
-    found = [compiled(ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(8, 12)]
-    return counter.frame_count, torch.cat(found, dim=1), wanted
+    kit.decoded(model, ids, cache, [8])
+    found = kit.decoded(compiled, ids, cache, [1] * 4, start=8)
+    return counter.frame_count, found, wanted
 
 
 def table() -> list[str]:

@@ -17,8 +17,7 @@ from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm, Sum
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import get_scheme
 from tests.kits.decoding import left_padding
-from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import outputs, patched, tokens
+from tests.matrix.running import gradients, outputs, patched, tokens
 from tests.schemes.table import VARIANTS, parts_for
 from tests.thinning import mostly_slow
 
@@ -84,24 +83,20 @@ def inputs(kind: str) -> dict[str, Tensor]:
     return {"position_ids": RESTARTING.expand(2, -1)} if kind == "packing" else {}
 
 
-def loss_and_gradients(
-    model: Any, backend: str, kind: str = "plain", architecture: str = "llama_gqa"
-) -> dict[str, Tensor]:
+def loss_and_gradients(model: Any, backend: str, kind: str = "plain") -> dict[str, Tensor]:
     model.set_attn_implementation(backend)
-    model.zero_grad()
     given = inputs(kind)
-    found = outputs(model, ARCHITECTURES[architecture], tokens(length=LENGTH), **given).float()
+    found = outputs(model, tokens(length=LENGTH), **given).float()
     real = given.get("attention_mask", torch.ones(2, LENGTH)).unsqueeze(-1)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
     found = found * real
-    ((found * weights).sum() / found.detach().abs().max()).backward()
-    gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
-    return gradients | {"outputs": found.detach()}
+    of_weights = gradients(model, (found * weights).sum() / found.detach().abs().max())
+    return {name: one.float() for name, one in of_weights.items()} | {"outputs": found.detach()}
 
 
 def compare(architecture: str, label: str, kind: str) -> None:
     model = patched(architecture, BIASED[label])
-    found, wanted = (loss_and_gradients(model, backend, kind, architecture) for backend in ("sdpa", "eager"))
+    found, wanted = (loss_and_gradients(model, backend, kind) for backend in ("sdpa", "eager"))
     assert found.keys() == wanted.keys()
     assert any("position_encoding" in name for name in found) == any(
         True for part in parts_for(BIASED[label]) for _ in part.parameters()
@@ -151,8 +146,8 @@ def test_in_bfloat16(label: str) -> None:
     exact = loss_and_gradients(model, "eager")
     found, eager = (loss_and_gradients(model.to(torch.bfloat16), backend) for backend in ("sdpa", "eager"))
 
-    def error(gradients: dict[str, Tensor]) -> float:
-        return max(float((gradients[name] - one).norm() / one.norm()) for name, one in exact.items())
+    def error(given: dict[str, Tensor]) -> float:
+        return max(float((given[name] - one).norm() / one.norm()) for name, one in exact.items())
 
     assert error(found) <= 1.5 * error(eager)
     assert error(found) <= 0.3

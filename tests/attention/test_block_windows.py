@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from hf_posenc.attention import windows
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
-from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched
 from tests.thinning import in_turn
 
@@ -90,14 +89,13 @@ def test_blocks_that_are_left_out_weigh_nothing(rule: Any, make: Any, attacked: 
 @pytest.mark.parametrize("scheme", [pytest.param("alibi", marks=pytest.mark.slow), "forget_gate"])
 @torch.no_grad()
 def test_a_model_with_flex_attention_equals_eager(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ARCHITECTURES["llama_gqa"]
     overrides = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": LENGTH}
     tokens = torch.randint(0, 60, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     model = patched("llama_gqa", scheme, **overrides)
     for parameter in model.parameters():
         # Gates that close, and small logits.
         parameter.mul_(0.1)
-    expected = outputs(model, row, tokens)
+    expected = outputs(model, tokens)
     left_out = []
 
     def counted(mask: Any, *args: Any) -> Any:
@@ -107,5 +105,5 @@ def test_a_model_with_flex_attention_equals_eager(scheme: str, monkeypatch: pyte
 
     monkeypatch.setattr("hf_posenc.attention.backends.narrowed", counted)
     model.set_attn_implementation("flex_attention")
-    assert distance(outputs(model, row, tokens), expected) <= 1e-4
+    assert distance(outputs(model, tokens), expected) <= 1e-4
     assert min(left_out) > 0

@@ -10,7 +10,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
-from tests.matrix.running import tokens
+from tests.kits import decoding as kit
+from tests.matrix.running import gradients, tokens
 from tests.thinning import mostly_slow
 
 from .block_sizes import set_sizes
@@ -85,18 +86,14 @@ def test_training_steps_too(scheme: str) -> None:
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(scheme: str) -> None:
     model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=2).train(), tokens(length=12)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    gradients = []
+    mask, found = kit.left_padding(12, 3), []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if checkpointing else model
-        model.zero_grad()
         torch.manual_seed(0)
-        call(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+        found.append(gradients(model, call(ids, attention_mask=mask, labels=ids, use_cache=False).loss))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +121,13 @@ def test_inductor_computes_the_same(scheme: str) -> None:
     compiled = torch.compile(model, fullgraph=True)
     results: list[list[torch.Tensor]] = []
     for call in (compiled, model):
-        model.zero_grad()
         torch.manual_seed(0)
         output = call(ids, labels=ids, use_cache=False)
-        output.loss.backward()
-        results.append([output.logits, *(one.grad for one in model.parameters() if one.grad is not None)])
+        results.append([output.logits, *gradients(model, output.loss).values()])
     if scheme in DECODED:
         for number, call in enumerate((compiled, model)):
             cache = StaticCache(config=model.config, max_cache_len=16)
-            with torch.no_grad():
-                model(ids[:, :8], past_key_values=cache)
-                steps = [call(ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(8, 12)]
-            results[number].append(torch.cat(steps, dim=1))
+            kit.decoded(model, ids, cache, [8])
+            results[number].append(kit.decoded(call, ids, cache, [1] * 4, start=8))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

@@ -18,7 +18,8 @@ from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import DistanceForm, RowsForm
 from hf_posenc.patching.call.checked_layer import CheckedLayer
-from tests.matrix.running import patched, tokens
+from tests.kits.decoding import left_padding
+from tests.matrix.running import gradients, patched, tokens
 
 from .block_sizes import set_sizes
 from .fused import attended, masks_of_kernels
@@ -104,17 +105,14 @@ def test_kept_probabilities_give_the_same_gradients(
 ) -> None:
     """As many probabilities as the limit are kept. One more, and they are computed again."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 1 - int(padding)
+    mask = left_padding(ids.shape[1], 5 if padding else 0)
     heads, few = model.config.num_attention_heads, []
     original = block_attention.plain_attention
     monkeypatch.setattr(block_attention, "plain_attention", lambda *given: few.append(given) or original(*given))
     found = []
     for most in (ids.numel() * ids.shape[1] * heads, ids.numel() * ids.shape[1] * heads - 1):
         set_sizes(monkeypatch, kept_probabilities=most)
-        model.zero_grad()
-        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
-        found.append({name: weight.grad for name, weight in model.named_parameters()})
+        found.append(gradients(model, model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss))
         assert len(few) == model.config.num_hidden_layers
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
 
@@ -130,17 +128,15 @@ def test_padding_before_a_text_has_the_same_gradient_in_all_kernels(
         set_sizes(monkeypatch, short_pairs=0, bias_numbers=100)
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa").train(), tokens()
     model.position_encoding.requires_grad_(False)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    mask = left_padding(ids.shape[1], 5)
     labels = ids.masked_fill(mask == 0, -100)
     found = []
     for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-        model.zero_grad()
         torch.compiler.reset()
         called = torch.compile(model, backend="aot_eager") if compiled else model
         with sdpa_kernel(kernel):
-            called(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
-        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+            loss = called(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+            found.append(gradients(model, loss))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
@@ -155,9 +151,9 @@ def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.Monke
     plain = scaled_dot_product_attention(query, key, value, attn_mask=bias[None], scale=0.3).transpose(1, 2)
     form = DistanceForm(vector, 6, 6)
     found = attended(form, query, key, value, scaling=0.3, is_causal=True)
-    gradients = [torch.autograd.grad(output.square().sum(), vector)[0] for output in (found, plain)]
-    assert gradients[1].abs().max() > 1e-2
-    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+    of_vector = [torch.autograd.grad(output.square().sum(), vector)[0] for output in (found, plain)]
+    assert of_vector[1].abs().max() > 1e-2
+    torch.testing.assert_close(*of_vector, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("feature", [{"softcap": 3.0}, {"s_aux": torch.zeros(2)}, {"output_attentions": True}], ids=str)

@@ -26,6 +26,7 @@ from hf_posenc.attention.forms import RowsForm
 from hf_posenc.patching.call import interface_attention
 from tests.devices import spreading
 from tests.devices.inside.subjects import SCHEMES
+from tests.kits.decoding import left_padding
 from tests.matrix.running import VOCABULARY, patched
 
 #: The lengths of tables in `tests.matrix`.
@@ -102,10 +103,8 @@ def model_of(scheme: str | None, dtype: torch.dtype) -> Any:
 def taken_by(model: Any, length: int, padded: bool) -> tuple[set[str], set[str]]:
     """What a training step takes, and what a decoded token takes."""
     ids = torch.randint(5, VOCABULARY, (2, length))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
     with _listened() as trained:
-        given = mask if padded else None
+        given = left_padding(length, 3) if padded else None
         model(input_ids=ids, attention_mask=given, labels=ids, use_cache=False).loss.backward()
     cache = DynamicCache(config=model.config)
     try:

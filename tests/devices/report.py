@@ -9,7 +9,6 @@ two cores.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.devices.test_strict_device import INSIDE, MATRIX, NOT_OFFLOADED, ROOT
+from tests.devices.test_strict_device import INSIDE, MATRIX, of_all, on_strict_device
+from tests.fresh import ROOT
 
 PAGE = ROOT / "docs/results/devices.md"
 PLACEMENTS = {"one": "one device", "split": "split over two", "cpu": "split, a layer on the CPU", "disk": "on disk"}
@@ -72,12 +72,7 @@ def ran(tests: str, placement: str) -> list[tuple[str, str]]:
     """The name with parameters and the outcome of each test."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = ["--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        words += ["-m", "slow or not slow", "-n", "auto"]
-        if tests == MATRIX and placement in ("cpu", "disk"):
-            words += ["-k", NOT_OFFLOADED]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "pytest", tests, *words], cwd=ROOT, env=environment, check=False)
+        on_strict_device(tests, placement, f"--junitxml={report}", "-n", "auto", *of_all(tests, placement))
         found = []
         for case in ElementTree.parse(report).getroot().iter("testcase"):
             outcome = next((_OUTCOMES[part.tag] for part in case if part.tag in _OUTCOMES), "ok")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from subprocess import CompletedProcess
+
 import pytest
 
 from tests.devices import strict_device
@@ -18,12 +20,23 @@ MATRIX = "tests/matrix/test_behaviour.py"
 NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
 
 
+def on_strict_device(tests: str, placement: str, *options: str) -> CompletedProcess[str]:
+    """Runs pytest in a process of its own."""
+    words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
+    return run_python("-m", "pytest", *words, environment={"OMP_NUM_THREADS": "1"})
+
+
+def of_all(tests: str, placement: str) -> list[str]:
+    """Options with which everything runs that the stock model can do there, too."""
+    offloaded = ["-k", NOT_OFFLOADED] if tests == MATRIX and placement in ("cpu", "disk") else []
+    return ["-m", "slow or not slow", *offloaded]
+
+
 def _run(tests: str, placement: str, *options: str) -> None:
     missing = strict_device.missing()
     if missing is not None:
         pytest.skip(missing)
-    words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
-    printed(run_python("-m", "pytest", *words, environment={"OMP_NUM_THREADS": "1"}))
+    printed(on_strict_device(tests, placement, *options))
 
 
 def test_models_that_are_split_over_two_devices() -> None:
@@ -42,5 +55,4 @@ def test_waits_and_kernels_of_one_device() -> None:
 @pytest.mark.parametrize("placement", ["one", "split", "cpu", "disk"])
 @pytest.mark.parametrize("tests", [INSIDE, MATRIX])
 def test_everything(tests: str, placement: str) -> None:
-    offloaded = ("-k", NOT_OFFLOADED) if tests == MATRIX and placement in ("cpu", "disk") else ()
-    _run(tests, placement, "-m", "slow or not slow", *offloaded)
+    _run(tests, placement, *of_all(tests, placement))

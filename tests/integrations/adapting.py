@@ -20,44 +20,33 @@ from tests.integrations.tool import Tool
 
 #: Settings of each method for a model 32 wide; what is not named here keeps PEFT's default.
 _LINEAR = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
-METHODS: dict[str, dict[str, Any]] = {
-    "LORA": {"r": 4, **_LINEAR},
-    "LORA (DoRA)": {"r": 4, "use_dora": True, **_LINEAR},
+_OF_RANK_4 = {"r": 4, **_LINEAR}
+_RANK_4 = (
+    *("DEFT", "DELORA", "GLORA", "HIRA", "HRA", "LOHA", "LOKR", "MISS", "PEANUT", "PSOFT", "PVERA", "RANDLORA"),
+    *("SHADOW", "VERA"),
+)
+METHODS: dict[str, dict[str, Any]] = {"LORA": _OF_RANK_4, "LORA (DoRA)": {"use_dora": True, **_OF_RANK_4}}
+METHODS |= sorted({
+    **dict.fromkeys(_RANK_4, _OF_RANK_4),
+    **dict.fromkeys(("FROD", "OSF", "SUPERTUNING"), _LINEAR),
     "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 10, **_LINEAR},
     "ADAMSS": {"r": 4, "num_subspaces": 2, **_LINEAR},
     "BEFT": {"target_modules": ["v_proj"]},
     "BOFT": {"boft_block_size": 4, **_LINEAR},
     "C3A": {"block_size": 8, **_LINEAR},
-    "DEFT": {"r": 4, **_LINEAR},
-    "DELORA": {"r": 4, **_LINEAR},
     "FOURIERFT": {"n_frequency": 16, **_LINEAR},
-    "FROD": _LINEAR,
-    "GLORA": {"r": 4, **_LINEAR},
     "GRALORA": {"r": 4, "gralora_k": 2, **_LINEAR},
-    "HIRA": {"r": 4, **_LINEAR},
-    "HRA": {"r": 4, **_LINEAR},
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "LN_TUNING": {},
-    "LOHA": {"r": 4, **_LINEAR},
-    "LOKR": {"r": 4, **_LINEAR},
-    "MISS": {"r": 4, **_LINEAR},
     "OFT": {"oft_block_size": 4, "r": 0, **_LINEAR},
-    "OSF": _LINEAR,
-    "PEANUT": {"r": 4, **_LINEAR},
-    "PSOFT": {"r": 4, **_LINEAR},
-    "PVERA": {"r": 4, **_LINEAR},
-    "RANDLORA": {"r": 4, **_LINEAR},
     "ROAD": {"group_size": 4, **_LINEAR},
-    "SHADOW": {"r": 4, **_LINEAR},
     "SHIRA": {"r": 2, **_LINEAR},
-    "SUPERTUNING": _LINEAR,
     "TINYLORA": {"r": 2, **_LINEAR},
     "TRAINABLE_TOKENS": {"token_indices": list(range(5, 96))},
     "UNILORA": {"r": 4, "theta_d_length": 64, **_LINEAR},
     "VBLORA": {"r": 2, "num_vectors": 8, "vector_length": 4, **_LINEAR},
-    "VERA": {"r": 4, **_LINEAR},
     "WAVEFT": {"n_frequency": 16, **_LINEAR},
-}
+}.items())  # fmt: skip
 #: Methods that put virtual tokens or cached keys in front of the input.
 PROMPTS: dict[str, dict[str, Any]] = {
     "PROMPT_TUNING": {"num_virtual_tokens": 4},

@@ -20,6 +20,7 @@ from tests.integrations.subject import (
     tokens,
 )
 from tests.integrations.tool import Tool
+from tests.kits.decoding import decoded
 
 _SETTINGS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 _STEP_BY_STEP = "most likely token after each whole forward, no cache"
@@ -101,18 +102,15 @@ def _quantised_cache(scheme: Any) -> None:
     cache = QuantizedCache("hqq", model.config, nbits=8, axis_key=1, axis_value=1, q_group_size=16, residual_length=4)
     with torch.no_grad():
         expected = model(prompt, use_cache=False).logits[:, 8:]
-        model(prompt[:, :8], past_key_values=cache)
-        found = [model(prompt[:, i : i + 1], past_key_values=cache).logits for i in range(8, 12)]
-    assert_close(torch.cat(found, dim=1), expected, tolerance=0.05)
+    assert_close(decoded(model, prompt, cache, [8, 1, 1, 1, 1])[:, 8:], expected, tolerance=0.05)
 
 
 def _chunks(scheme: Any) -> None:
     """A prompt in three pieces."""
-    model, prompt, cache = llama(scheme), tokens(2, 12), DynamicCache()
+    model, prompt = llama(scheme), tokens(2, 12)
     with torch.no_grad():
         expected = model(prompt, use_cache=False).logits
-        found = [model(prompt[:, i : i + 4], past_key_values=cache).logits for i in (0, 4, 8)]
-    assert_close(torch.cat(found, dim=1), expected)
+    assert_close(decoded(model, prompt, DynamicCache(), [4, 4, 4]), expected)
 
 
 def _static_object(scheme: Any) -> None:

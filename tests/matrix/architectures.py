@@ -21,7 +21,6 @@ class ArchitectureRow:
     static_cache: whether the stock model decodes with a StaticCache.
     position_ids: whether the model takes position ids, counted from 0.
     packs: whether stock separates packed documents by position ids.
-    encoder_decoder: whether it needs decoder inputs too.
     sdpa: whether the class has sdpa beside eager.
     checkpointing: whether it supports gradient checkpointing.
     """
@@ -31,7 +30,6 @@ class ArchitectureRow:
     static_cache: bool = True
     position_ids: bool = True
     packs: bool = True
-    encoder_decoder: bool = False
     sdpa: bool = True
     checkpointing: bool = True
 
@@ -108,7 +106,5 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
         causal=False,
     ),
     "t5_encoder": ArchitectureRow(_builder("T5EncoderModel"), causal=False, position_ids=False),
-    "bart": ArchitectureRow(
-        _builder("BartForConditionalGeneration"), causal=False, position_ids=False, encoder_decoder=True
-    ),
+    "bart": ArchitectureRow(_builder("BartForConditionalGeneration"), causal=False, position_ids=False),
 }

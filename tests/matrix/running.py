@@ -12,7 +12,7 @@ from hf_posenc import patch_model
 from tests.devices.spreading import spread
 from tests.models import VOCABULARY
 
-from .architectures import ARCHITECTURES, ArchitectureRow
+from .architectures import ARCHITECTURES
 
 LENGTH = 14
 
@@ -55,9 +55,16 @@ def drawn(model: Any, std: float = 1.0) -> Any:
     return model
 
 
-def outputs(model: Any, row: ArchitectureRow, input_ids: Tensor, **kwargs: Any) -> Tensor:
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Those of a loss alone, by the names of the parameters that have one."""
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def outputs(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
     """Logits, or hidden states of a model without a head: `(batch, length, width)`."""
-    if row.encoder_decoder:
+    if model.config.is_encoder_decoder:
         kwargs = {"decoder_input_ids": input_ids} | kwargs
     result = model(input_ids=input_ids, **kwargs)
     return result.logits if hasattr(result, "logits") else result.last_hidden_state

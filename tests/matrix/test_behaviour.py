@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import ComposedConfig, LearnedConfig, SchemeConfig, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import UnsupportedError
+from tests.kits.decoding import decoded
 from tests.schemes import own_schemes
 from tests.schemes.own_schemes import own_schemes_are_registered  # noqa: F401
 from tests.schemes.table import TABLE
@@ -20,7 +21,7 @@ from tests.schemes.table.row import Row
 from tests.thinning import mostly_slow
 
 from .architectures import ARCHITECTURES
-from .running import LENGTH, distance, outputs, patched, tokens
+from .running import LENGTH, distance, gradients, outputs, patched, tokens
 
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5
@@ -92,12 +93,12 @@ def _length_dependent(model: Any) -> bool:
 @every_architecture
 @torch.no_grad()
 def test_native_round_trip(architecture: str) -> None:
-    row, model = ARCHITECTURES[architecture], patched(architecture, None)
-    stock, placed = outputs(model, row, tokens()), _placed_in(model)
+    model = patched(architecture, None)
+    stock, placed = outputs(model, tokens()), _placed_in(model)
     native = native_scheme(model)
     assert _placed_in(model) == placed
     patch_model(model, native)
-    assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+    assert distance(outputs(model, tokens()), stock) <= CLOSE
 
 
 @functools.cache
@@ -108,17 +109,17 @@ def _native_type(architecture: str) -> type[SchemeConfig]:
 @cells(ARCHITECTURES, turn=0)
 @torch.no_grad()
 def test_effect_and_undo(architecture: str, scheme: str) -> None:
-    row, model = ARCHITECTURES[architecture], patched(architecture, None)
-    stock, before = outputs(model, row, tokens()), {key: value.clone() for key, value in model.state_dict().items()}
+    model = patched(architecture, None)
+    stock, before = outputs(model, tokens()), {key: value.clone() for key, value in model.state_dict().items()}
     placed = _placed_in(model)
     patch_model(model, ALL_SCHEMES[scheme])
-    changed = distance(outputs(model, row, tokens()), stock)
+    changed = distance(outputs(model, tokens()), stock)
     # Outside training randomised positions are the tokens' own.
     acting = getattr(ALL_SCHEMES[scheme], "inner", None) if scheme == "randomized" else ALL_SCHEMES[scheme]
     if _native_type(architecture) is not type(acting):
         assert changed > VISIBLE
     unpatch_model(model)
-    assert torch.equal(outputs(model, row, tokens()), stock)
+    assert torch.equal(outputs(model, tokens()), stock)
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
@@ -135,11 +136,11 @@ def _placed_in(model: Any) -> list[Any]:
 @pytest.mark.parametrize("scheme", [name for name, row in TABLE.items() if row.causal_only])
 @torch.no_grad()
 def test_an_encoder_refuses_a_causal_scheme_and_stays_as_it_was(scheme: str) -> None:
-    row, model = ARCHITECTURES["bert"], patched("bert", None)
-    stock = outputs(model, row, tokens())
+    model = patched("bert", None)
+    stock = outputs(model, tokens())
     with pytest.raises(UnsupportedError, match="bidirectional"):
         patch_model(model, ALL_SCHEMES[scheme])
-    assert torch.equal(outputs(model, row, tokens()), stock)
+    assert torch.equal(outputs(model, tokens()), stock)
     assert not hasattr(model, "position_encoding")
 
 
@@ -147,8 +148,8 @@ def test_an_encoder_refuses_a_causal_scheme_and_stays_as_it_was(scheme: str) -> 
 @torch.no_grad()
 def test_order_is_invisible_without_positions(architecture: str) -> None:
     """Encoders commute with permutations; the last token of one causal layer does not see the order of the others."""
-    row = ARCHITECTURES[architecture]
-    if row.causal:
+    causal = ARCHITECTURES[architecture].causal
+    if causal:
         layers = {"n_layer": 1} if architecture in ("gpt2", "gptj", "bloom") else {"num_hidden_layers": 1}
         if "gemma3" in architecture or "cohere2" in architecture:
             layers |= {"layer_types": ["full_attention"]}
@@ -161,77 +162,71 @@ def test_order_is_invisible_without_positions(architecture: str) -> None:
     ids = tokens()
     order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(5))
     order = torch.cat((order, torch.tensor([LENGTH - 1])))
-    plain, permuted = outputs(model, row, ids), outputs(model, row, ids[:, order])
-    if row.encoder_decoder:
+    plain, permuted = outputs(model, ids), outputs(model, ids[:, order])
+    if model.config.is_encoder_decoder:
         pytest.skip("the decoder's causal mask sees order after its first layer")
-    if row.causal:
+    if causal:
         assert distance(permuted[:, -1], plain[:, -1]) <= CLOSE
         unpatch_model(model)
         if architecture != "cohere2_interleaved":  # its full-attention layers have no positions natively
-            stock = outputs(model, row, ids), outputs(model, row, ids[:, order])
+            stock = outputs(model, ids), outputs(model, ids[:, order])
             assert distance(stock[1][:, -1], stock[0][:, -1]) > VISIBLE
     else:
         assert distance(permuted, plain[:, order]) <= CLOSE
         unpatch_model(model)
-        assert distance(outputs(model, row, ids[:, order]), outputs(model, row, ids)[:, order]) > VISIBLE
+        assert distance(outputs(model, ids[:, order]), outputs(model, ids)[:, order]) > VISIBLE
 
 
 @cells(CAUSAL, turn=1)
 @torch.no_grad()
 def test_decoding_equals_the_full_forward(architecture: str, scheme: str) -> None:
     """Behind a cache that grows, and a static one if the stock model decodes with it in this version."""
-    row, model = ARCHITECTURES[architecture], patched(architecture, ALL_SCHEMES[scheme])
-    ids = tokens()
-    full = outputs(model, row, ids, use_cache=False)
+    model, ids = patched(architecture, ALL_SCHEMES[scheme]), tokens()
+    full = outputs(model, ids, use_cache=False)
     caches: list[Any] = [DynamicCache(config=model.config)]
-    if row.static_cache:
+    if ARCHITECTURES[architecture].static_cache:
         caches.append(StaticCache(config=model.config, max_cache_len=LENGTH + 4))
     for past in caches:
-        steps = [outputs(model, row, ids[:, :5], past_key_values=past, use_cache=True)]
         if _length_dependent(model):
+            decoded(model, ids, past, [5])
             with pytest.raises(UnsupportedError, match="use_cache=False"):
-                outputs(model, row, ids[:, 5:6], past_key_values=past, use_cache=True)
-            continue
-        chunks = [ids[:, 5:9], *ids[:, 9:].split(1, dim=1)]
-        steps += [outputs(model, row, chunk, past_key_values=past, use_cache=True) for chunk in chunks]
-        assert distance(torch.cat(steps, dim=1), full) <= 1e-4, type(past)
+                decoded(model, ids, past, [1], start=5)
+        else:
+            assert distance(decoded(model, ids, past, [5, 4] + [1] * (LENGTH - 9)), full) <= 1e-4, type(past)
 
 
 @cells(ARCHITECTURES, turn=2)
 @torch.no_grad()
 def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
-    row, model = ARCHITECTURES[architecture], patched(architecture, ALL_SCHEMES[scheme])
+    model = patched(architecture, ALL_SCHEMES[scheme])
     ids, pads = tokens(), 3
     padding = torch.full((2, pads), model.config.pad_token_id or 0)
     mask = torch.cat((torch.zeros_like(padding), torch.ones_like(ids)), dim=1)
     arguments: dict[str, Any] = {"attention_mask": mask}
-    if row.position_ids:
+    if ARCHITECTURES[architecture].position_ids:
         arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    if row.encoder_decoder:
+    if model.config.is_encoder_decoder:
         arguments["decoder_input_ids"] = ids
-        padded = outputs(model, row, torch.cat((padding, ids), dim=1), **arguments)
-    else:
-        padded = outputs(model, row, torch.cat((padding, ids), dim=1), **arguments)[:, pads:]
-    assert distance(padded, outputs(model, row, ids, attention_mask=torch.ones_like(ids))) <= 1e-4
+    padded = outputs(model, torch.cat((padding, ids), dim=1), **arguments)
+    assert distance(padded[:, -LENGTH:], outputs(model, ids, attention_mask=torch.ones_like(ids))) <= 1e-4
 
 
 @cells((name for name in CAUSAL if ARCHITECTURES[name].position_ids), turn=3)
 @torch.no_grad()
 def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) -> None:
-    row = ARCHITECTURES[architecture]
-    if not row.packs:
+    if not ARCHITECTURES[architecture].packs:
         pytest.skip("stock attends across packed documents here, whatever the positions")
     model = patched(architecture, ALL_SCHEMES[scheme])
     first, second = tokens(1, 6, seed=2), tokens(1, 8, seed=3)
     position_ids = torch.cat((torch.arange(6), torch.arange(8))).unsqueeze(0)
     if _length_dependent(model):
         with pytest.raises(UnsupportedError, match="separate rows"):
-            outputs(model, row, torch.cat((first, second), dim=1), position_ids=position_ids, use_cache=False)
+            outputs(model, torch.cat((first, second), dim=1), position_ids=position_ids, use_cache=False)
         return
     packed = outputs(
-        model, row, torch.cat((first, second), dim=1), position_ids=position_ids, attention_mask=None, use_cache=False
+        model, torch.cat((first, second), dim=1), position_ids=position_ids, attention_mask=None, use_cache=False
     )
-    separate = torch.cat((outputs(model, row, first), outputs(model, row, second)), dim=1)
+    separate = torch.cat((outputs(model, first), outputs(model, second)), dim=1)
     assert distance(packed, separate) <= 1e-4
 
 
@@ -239,21 +234,17 @@ def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) ->
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, reentrant: bool) -> None:
     """Two forwards before one backward, of different lengths: each layer is recomputed under its own positions."""
-    row, model = ARCHITECTURES[architecture], patched(architecture, ALL_SCHEMES[scheme]).train()
-    gradients = []
+    model = patched(architecture, ALL_SCHEMES[scheme]).train()
+    found = []
     for checkpointing in (False, True):
-        model.zero_grad()
         torch.manual_seed(7)  # of schemes that draw positions
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
-        arguments = {} if row.encoder_decoder or not row.causal else {"use_cache": False}
-        long, short = outputs(model, row, tokens(2, 12), **arguments), outputs(model, row, tokens(2, 5), **arguments)
-        (long.float().pow(2).mean() + short.float().pow(2).mean()).backward()
-        gradients.append(
-            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        )
-    plain, recomputed = gradients
+        arguments = {"use_cache": False} if ARCHITECTURES[architecture].causal else {}
+        long, short = outputs(model, tokens(2, 12), **arguments), outputs(model, tokens(2, 5), **arguments)
+        found.append(gradients(model, long.float().pow(2).mean() + short.float().pow(2).mean()))
+    plain, recomputed = found
     assert plain.keys() == recomputed.keys()
     learned = [name for name in plain if "position_encoding" in name]
     assert len(learned) == len(list(model.position_encoding.parameters()))
@@ -264,17 +255,16 @@ def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, 
 @cells(ARCHITECTURES, turn=5)
 @torch.no_grad()
 def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
-    row = ARCHITECTURES[architecture]
-    if not row.sdpa:
+    if not ARCHITECTURES[architecture].sdpa:
         pytest.skip("the class has eager attention only")
     model = patched(architecture, ALL_SCHEMES[scheme])
     mask = torch.ones_like(tokens())
     mask[0, -3:] = 0
-    eager, eager_free = outputs(model, row, tokens(), attention_mask=mask), outputs(model, row, tokens())
+    eager, eager_free = outputs(model, tokens(), attention_mask=mask), outputs(model, tokens())
     model.set_attn_implementation("sdpa")
     keep = slice(0, LENGTH - 3)
-    assert distance(outputs(model, row, tokens(), attention_mask=mask)[:, keep], eager[:, keep]) <= 1e-4
-    assert distance(outputs(model, row, tokens()), eager_free) <= 1e-4
+    assert distance(outputs(model, tokens(), attention_mask=mask)[:, keep], eager[:, keep]) <= 1e-4
+    assert distance(outputs(model, tokens()), eager_free) <= 1e-4
 
 
 @cells(CORE, turn=6)
@@ -284,42 +274,36 @@ def test_float64(architecture: str, scheme: str) -> None:
 
     Eager attention in Llama takes its softmax in float32, and phases and biases are float32 in any model.
     """
-    row, close = ARCHITECTURES[architecture], 1e-5
-    model = patched(architecture, ALL_SCHEMES[scheme]).double()
-    ids = tokens(2, 20)
-    eager = outputs(model, row, ids)
+    model, ids, close = patched(architecture, ALL_SCHEMES[scheme]).double(), tokens(2, 20), 1e-5
+    eager = outputs(model, ids)
     model.set_attn_implementation("sdpa")
     assert eager.dtype == torch.float64
-    assert distance(outputs(model, row, ids), eager) <= close
+    assert distance(outputs(model, ids), eager) <= close
     if _length_dependent(model):
         return
-    if not row.causal:
-        short = outputs(model, row, ids[:, :9])
+    if not ARCHITECTURES[architecture].causal:
+        short = outputs(model, ids[:, :9])
         model.set_attn_implementation("eager")
-        assert distance(short, outputs(model, row, ids[:, :9])) <= close
+        assert distance(short, outputs(model, ids[:, :9])) <= close
         return
-    past = DynamicCache(config=model.config)
-    steps = [outputs(model, row, ids[:, :17], past_key_values=past, use_cache=True)]
-    steps += [outputs(model, row, ids[:, i : i + 1], past_key_values=past, use_cache=True) for i in range(17, 20)]
-    assert distance(torch.cat(steps, dim=1), eager) <= close
+    assert distance(decoded(model, ids, DynamicCache(config=model.config), [17, 1, 1, 1]), eager) <= close
 
 
 @functools.cache
 def _rounding(architecture: str) -> float:
     """How much a cast changes the outputs of a model without positions, in their standard deviation."""
-    row, plain = ARCHITECTURES[architecture], patched(architecture, "none")
-    full = outputs(plain, row, tokens())
-    return float((outputs(plain.to(torch.bfloat16), row, tokens()).float() - full).abs().mean() / full.std())
+    plain = patched(architecture, "none")
+    full = outputs(plain, tokens())
+    return float((outputs(plain.to(torch.bfloat16), tokens()).float() - full).abs().mean() / full.std())
 
 
 @cells(ARCHITECTURES, turn=7)
 @torch.no_grad()
 def test_bfloat16_changes_no_more_than_rounding_does(architecture: str, scheme: str) -> None:
     """A cast model differs from the fp32 one by rounding only: as much as the same model without positions does."""
-    row = ARCHITECTURES[architecture]
     model = patched(architecture, ALL_SCHEMES[scheme])
-    full = outputs(model, row, tokens())
-    half = outputs(model.to(torch.bfloat16), row, tokens()).float()
+    full = outputs(model, tokens())
+    half = outputs(model.to(torch.bfloat16), tokens()).float()
     assert (half - full).abs().mean() / full.std() <= 6 * _rounding(architecture) + 0.05
 
 
@@ -328,11 +312,10 @@ def test_bfloat16_changes_no_more_than_rounding_does(architecture: str, scheme: 
 @torch.no_grad()
 def test_bfloat16_keeps_exact_phases(architecture: str, scheme: str) -> None:
     """Only distances count for these, so far from the start nothing changes. bfloat16 counts by 32 there."""
-    row = ARCHITECTURES[architecture]
     model = patched(architecture, scheme)
     far = torch.arange(LENGTH).unsqueeze(0) + 4096
-    full = outputs(model, row, tokens())
+    full = outputs(model, tokens())
     model.to(torch.bfloat16)
-    rounding = (outputs(model, row, tokens()).float() - full).abs().mean()
+    rounding = (outputs(model, tokens()).float() - full).abs().mean()
     # Phases of other sizes round otherwise.
-    assert (outputs(model, row, tokens(), position_ids=far).float() - full).abs().mean() <= 1.5 * rounding
+    assert (outputs(model, tokens(), position_ids=far).float() - full).abs().mean() <= 1.5 * rounding

@@ -17,6 +17,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.patching.call.cache import _table
+from tests.kits.decoding import decoded
 from tests.models import tiny
 from tests.versions import before
 
@@ -63,11 +64,9 @@ def made(scheme: str | None = "alibi") -> Any:
     return model if scheme is None else patch_model(model, scheme)
 
 
-@torch.no_grad()
 def filled(model: Any, kind: str = "dynamic", **options: Any) -> Any:
     cache = CACHES[kind](model.config)
-    model(IDS[:, :7], past_key_values=cache, **{name: value[:, :7] for name, value in options.items()})
-    model(IDS[:, 7:8], past_key_values=cache, **{name: value[:, 7:8] for name, value in options.items()})
+    decoded(model, IDS, cache, [7, 1], **options)
     return cache
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_posenc import UnsupportedError, accept_cache, patch_model, unpatch_model
+from hf_posenc import SinkCache, UnsupportedError, accept_cache, patch_model, unpatch_model
 from tests import versions
 from tests.matrix.running import distance, patched, tokens
 from tests.thinning import in_turn
@@ -92,14 +93,29 @@ SCHEMES: list[Any] = ["alibi", "t5", "shaw", "forget_gate"]
 GAPS = torch.arange(LENGTH) + torch.tensor([[0], [5], [9]]) * (torch.arange(LENGTH) > 4)
 
 
-@pytest.mark.parametrize(("change", "scheme", "gaps"), in_turn(FOLLOWED, SCHEMES, [False, True]))
+#: Which keeps fewer tokens than are cached here.
+SINKS = {"scheme": "attention_sinks", "inner": "t5", "sinks": 2, "window": 6}
+
+
+def sink_cache() -> SinkCache:
+    return SinkCache(sinks=2, window=6)
+
+
+OF_ROWS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
+
+
+@pytest.mark.parametrize(
+    ("change", "scheme", "gaps"),
+    [*in_turn(FOLLOWED, SCHEMES, [False, True]), *itertools.product(OF_ROWS, [SINKS], [False, True])],
+    ids=str,
+)
 @torch.no_grad()
-def test_rows_and_ends_are_followed(change: str, scheme: str, gaps: bool) -> None:
+def test_rows_and_ends_are_followed(change: str, scheme: Any, gaps: bool) -> None:
     model, ids = patched("llama_gqa", scheme), ids_of_rows()
     positions = GAPS if gaps else torch.arange(LENGTH).expand(ROWS, -1)
     do, rows, left = FOLLOWED[change]
     expected = model(ids, position_ids=positions).logits[rows, left:]
-    cache = filled(model, position_ids=positions[:, :CACHED])
+    cache = filled(model, sink_cache() if scheme is SINKS else None, position_ids=positions[:, :CACHED])
     do(cache)
     for one in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
         given = {"position_ids": positions[rows, left:], "past_key_values": one}
@@ -117,17 +133,29 @@ def test_other_changes_are_refused(scheme: str, change: str) -> None:
             model(ids[:, CACHED:], past_key_values=one)
 
 
-@pytest.mark.parametrize("cached", [0, CACHED])
+@pytest.mark.parametrize(
+    ("scheme", "cached", "message"),
+    [
+        ("alibi", 0, "were not encoded"),
+        ("alibi", CACHED, "tokens were dropped, moved, added"),
+        # Its layers may hold as many keys, but of different tokens.
+        (SINKS, 0, "were not encoded"),
+        (SINKS, CACHED, "a call did not end"),
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_the_cache_of_a_call_that_failed_is_not_continued(cached: int) -> None:
+def test_the_cache_of_a_call_that_failed_is_not_continued(scheme: Any, cached: int, message: str) -> None:
     """Some layers hold the tokens of that call."""
-    model, ids = patched("llama_gqa", "alibi"), ids_of_rows()
-    cache = filled(model, ids=ids[:, :cached]) if cached else DynamicCache(config=model.config)
-    handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    model, ids = patched("llama_gqa", scheme), ids_of_rows()
+    cache = sink_cache() if scheme is SINKS else DynamicCache(config=model.config)
+    if cached:
+        filled(model, cache, ids[:, :cached])
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(ids[:, cached:], past_key_values=cache)
     handle.remove()
-    with pytest.raises(UnsupportedError, match="tokens were dropped, moved, added" if cached else "were not encoded"):
+    with pytest.raises(UnsupportedError, match=message):
         model(ids[:, cached:], past_key_values=cache)
 
 

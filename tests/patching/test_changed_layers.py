@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from tests.kits.decoding import left_padding
 from tests.matrix.running import drawn, patched, tokens
 from tests.patching.test_changed_models import exchange_the_base, put_a_stock_layer, put_beside
 from tests.thinning import in_turn
@@ -190,9 +191,7 @@ def test_copied_layers_compute_the_scheme_and_are_unpatched_with_it() -> None:
     for other in (stock, model, again):
         other.model.layers[1] = copy.deepcopy(other.model.layers[0])
     patch_model(again, "alibi")
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    inputs = {"input_ids": ids, "attention_mask": left_padding(8, 3), "use_cache": False}
     assert torch.equal(model(**inputs).logits, again(**inputs).logits)
     unpatch_model(model)
     assert torch.equal(model(**inputs).logits, stock(**inputs).logits)

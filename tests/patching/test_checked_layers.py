@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
+from tests.kits.decoding import decoded
 from tests.matrix.running import drawn, patched, placed, tokens
 from tests.models import tiny
 
@@ -75,45 +76,45 @@ def built(scheme: Any, change: Change) -> Any:
 
 
 def results(model: Any) -> list[Tensor]:
-    """Logits of a short text, of each token after it, and the gradients of a training step."""
-    ids, cache = tokens(length=9), DynamicCache(config=model.config)
-    with torch.no_grad():
-        found = [model(input_ids=ids[:, :6], past_key_values=cache).logits]
-        found += [model(input_ids=ids[:, [step]], past_key_values=cache).logits for step in range(6, 9)]
+    """Logits of a short text and of each token after it, and the gradients of a training step."""
+    ids = tokens(length=9)
+    found = [decoded(model, ids, DynamicCache(config=model.config), [6, 1, 1, 1])]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     weights = (*model.parameters(), *model.position_encoding.parameters())
     return found + [weight.grad for weight in weights if weight.grad is not None]
 
 
+@pytest.fixture
+def assert_equal(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Compares the results of what is built with those where every layer checks everything."""
+
+    def compare(build: Callable[[], Any]) -> None:
+        found = results(build())
+        monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
+        torch.testing.assert_close(found, results(build()), atol=2e-5, rtol=1e-4)
+
+    return compare
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("<>"))
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_results_are_those_of_layers_that_check_everything(
-    scheme: str, change: Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = results(built(scheme, change))
-    monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
-    expected = results(built(scheme, change))
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+def test_results_are_those_of_layers_that_check_everything(scheme: str, change: Change, assert_equal: Any) -> None:
+    assert_equal(lambda: built(scheme, change))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_layers_under_autocast_differ_from_those_outside(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_under_autocast_differ_from_those_outside(scheme: str, assert_equal: Any) -> None:
     """The norms of Qwen 3 return float32 queries and keys under autocast too."""
 
-    def run() -> list[Tensor]:
+    def build() -> Any:
         options = {"num_hidden_layers": LAYERS, "head_dim": 8, "attn_implementation": "sdpa"}
         torch.manual_seed(0)
         model = drawn(placed(tiny("Qwen3ForCausalLM", **options), scheme), std=0.3)
         for layer in model.model.layers[1:3]:
             layer.self_attn.forward = torch.autocast("cpu", dtype=torch.bfloat16)(layer.self_attn.forward)
-        return results(model)
+        return model
 
-    found = run()
-    monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
-    for one, other in zip(found, run(), strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    assert_equal(build)
 
 
 @torch.no_grad()
@@ -151,9 +152,7 @@ def without_gc() -> Iterator[None]:
 def test_a_cache_is_freed_with_its_last_reference(scheme: str) -> None:
     model, ids = built(scheme, lambda model: None), tokens(length=9)
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        for part in ids.split([7, 1, 1], dim=1):
-            model(input_ids=part, past_key_values=cache)
+    decoded(model, ids, cache, [7, 1, 1])
     freed = weakref.ref(cache)
     del cache
     assert freed() is None
@@ -194,9 +193,5 @@ def test_most_layers_check_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch)
     [(ShawConfig(max_distance=2), ShawConfig(max_distance=4)), (TisaConfig(), TisaConfig(num_kernels=2))],
     ids=["shaw", "tisa"],
 )
-def test_layers_with_other_options_are_of_another_kind(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = ScheduleConfig(configs * (LAYERS // 2))
-    found = results(built(scheme, lambda model: None))
-    monkeypatch.setattr(CheckedLayer, "attend", lambda *_: None)
-    for one, other in zip(found, results(built(scheme, lambda model: None)), strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+def test_layers_with_other_options_are_of_another_kind(configs: Any, assert_equal: Any) -> None:
+    assert_equal(lambda: built(ScheduleConfig(configs * (LAYERS // 2)), lambda model: None))

@@ -25,10 +25,8 @@ from hf_posenc import (
 )
 from hf_posenc.schemes import SchemeConfig, SchemeParts
 from hf_posenc.schemes.config import OuterConfig
-from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
-LLAMA = ARCHITECTURES["llama_gqa"]
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5
 
@@ -38,7 +36,7 @@ def scheme(name: str, **options: Any) -> Any:
 
 
 def logits_of(config: Any, **overrides: Any) -> Tensor:
-    return outputs(patched("llama_gqa", config, **overrides), LLAMA, tokens(), use_cache=False)
+    return outputs(patched("llama_gqa", config, **overrides), tokens(), use_cache=False)
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> No
     own, parameters = found.position_encoding.parameters(), wanted.position_encoding.parameters()
     for one, other in zip(own, parameters, strict=True):
         one.copy_(other)
-    assert distance(outputs(found, LLAMA, tokens()), outputs(wanted, LLAMA, tokens())) == 0
+    assert distance(outputs(found, tokens()), outputs(wanted, tokens())) == 0
     chosen = found.position_encoding.config
     assert isinstance(chosen, BiasAndRotation)
     assert isinstance(chosen.rotation, RopeConfig)
@@ -98,11 +96,11 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
     config, other, of_queries, of_slopes = SAME[name]
     layers = {"num_hidden_layers": 2 if "layers" in name else 1}
     found, model = logits_of(config, **layers)[:, -1], patched("llama_gqa", other, **layers)
-    before = outputs(model, LLAMA, tokens())[:, -1]
+    before = outputs(model, tokens())[:, -1]
     model.model.layers[0].self_attn.q_proj.weight.mul_(of_queries)
     for parameter in model.position_encoding.parameters():
         parameter.add_(math.log(of_slopes))
-    assert distance(found, outputs(model, LLAMA, tokens())[:, -1]) <= CLOSE
+    assert distance(found, outputs(model, tokens())[:, -1]) <= CLOSE
     assert (distance(found, before) > 1e-3) == (of_queries * of_slopes != 1)
 
 
@@ -111,10 +109,10 @@ def test_local_and_global_layers_are_told_apart_by_the_model():
     """Cohere 2 rotates in local layers only, which is the preset; Gemma 3 rotates everywhere."""
     both = LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6))
     for name, config in (("cohere2_interleaved", LocalGlobalConfig()), ("gemma3_two_rotaries", both)):
-        row, model = ARCHITECTURES[name], patched(name, None)
-        stock = outputs(model, row, tokens())
+        model = patched(name, None)
+        stock = outputs(model, tokens())
         patch_model(model, config)
-        assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+        assert distance(outputs(model, tokens()), stock) <= CLOSE
 
 
 def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():
@@ -131,17 +129,17 @@ def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama_gqa", "cohere2_interleaved", "bloom"])
 def test_native_stands_for_what_the_model_has(architecture: str):
-    row, model = ARCHITECTURES[architecture], patched(architecture, None)
-    stock, native = outputs(model, row, tokens()), native_scheme(model)
+    model = patched(architecture, None)
+    stock, native = outputs(model, tokens()), native_scheme(model)
     forms: list[Any] = ["native", ["native"], {"scheme": "interleaved", "inner": "native", "other": "native"}]
     if not isinstance(native, ScheduleConfig):
         forms.append({"scheme": "randomized", "inner": "native"})
     for scheme_like in forms:
         patch_model(model, scheme_like)
         assert "native" not in str(model.position_encoding.config.to_dict())
-        assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+        assert distance(outputs(model, tokens()), stock) <= CLOSE
     patch_model(model, ["native", {"scheme": "log_n_scale", "training_length": 4}])
-    assert distance(outputs(model, row, tokens()), stock) > 1e-3
+    assert distance(outputs(model, tokens()), stock) > 1e-3
     if not isinstance(native, ScheduleConfig):
         assert native in model.position_encoding.config.parts
 
@@ -155,8 +153,8 @@ def test_a_length_is_the_last_position_with_a_mask_and_without(kind: str):
     model = patched("llama_gqa", None, rope_parameters=rope, max_position_embeddings=20)
     ids = tokens()
     arguments = {"position_ids": torch.arange(ids.shape[1]).unsqueeze(0) + 40, "use_cache": False}
-    stock = outputs(model, LLAMA, ids, **arguments)
+    stock = outputs(model, ids, **arguments)
     with pytest.warns(UserWarning, match="use_cache"):
         patch_model(model, native_scheme(model))
     for mask in (None, torch.ones_like(ids)):
-        assert distance(outputs(model, LLAMA, ids, attention_mask=mask, **arguments), stock) <= CLOSE
+        assert distance(outputs(model, ids, attention_mask=mask, **arguments), stock) <= CLOSE

@@ -83,7 +83,7 @@ def test_everything_states_the_new_length(architecture: str, name: str, rows_bef
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.max_length = native
     cut = tokenizer(native)
-    short = outputs(model, ARCHITECTURES[architecture], tokens(1, 14))
+    short = outputs(model, tokens(1, 14))
     assert extend_context(model, cut, length=LONG) is model
     assert getattr(model.config, name) == LONG + rows_before
     assert model.config.max_position_embeddings == LONG + rows_before
@@ -93,8 +93,8 @@ def test_everything_states_the_new_length(architecture: str, name: str, rows_bef
     assert inspect_model(model).context == str(model.position_encoding.lengths)
     if getattr(model, "generation_config", None) is not None:
         assert model.generation_config.max_length == LONG
-    assert outputs(model, ARCHITECTURES[architecture], tokens(1, LONG)).shape[1] == LONG
-    assert distance(outputs(model, ARCHITECTURES[architecture], tokens(1, 14)), short) == 0
+    assert outputs(model, tokens(1, LONG)).shape[1] == LONG
+    assert distance(outputs(model, tokens(1, 14)), short) == 0
     unpatch_model(model)
     assert model.config.to_dict() == stock.config.to_dict()
     assert type(model.config) is type(stock.config)

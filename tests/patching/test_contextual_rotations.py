@@ -29,7 +29,7 @@ from hf_posenc.recipes import swap_scheme
 from hf_posenc.schemes.rotary import contextual
 from tests.kits.decoding import decoded
 from tests.matrix import running as matrix
-from tests.matrix.running import tokens
+from tests.matrix.running import gradients, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
 
@@ -220,9 +220,7 @@ def test_gradients_reach_sums_through_a_cache(scheme: Any) -> None:
     model, cache, found = patched(scheme), DynamicCache(), []
     pieces = [model(part, past_key_values=cache).logits for part in IDS.split([9, 5, 1, 9], dim=1)]
     for output in (torch.cat(pieces, dim=1), model(IDS, use_cache=False).logits):
-        model.zero_grad()
-        output.square().mean().backward()
-        found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+        found.append(gradients(model, output.square().mean()))
     for name, gradient in found[1].items():
         assert float((found[0][name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
 

@@ -43,14 +43,21 @@ def prompts() -> list[list[int]]:
     return [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((5, 9, 12, 30))]
 
 
-def batched(model: Any, given: list[list[int]], **paged: Any) -> list[tuple[list[int], list[float]]]:
-    """The tokens that continue each prompt, with the logarithms of their probabilities."""
-    results = model.generate_batch(
+def results_of(
+    model: Any, given: list[list[int]], settings: dict[str, Any] = SETTINGS, kept: bool = False, **paged: Any
+) -> dict[str, Any]:
+    return model.generate_batch(
         given,
-        generation_config=GenerationConfig(**SETTINGS, eos_token_id=-1),
-        continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, **(PAGED | paged)),
+        generation_config=GenerationConfig(**settings, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(**(PAGED | paged)),
+        persistent_manager=kept,
         warmup=False,
     )
+
+
+def batched(model: Any, given: list[list[int]], **paged: Any) -> list[tuple[list[int], list[float]]]:
+    """The tokens that continue each prompt, with the logarithms of their probabilities."""
+    results = results_of(model, given, return_logprobs=True, **paged)
     assert [result.error for result in results.values()] == [None] * len(given)
     return [(result.generated_tokens, result.logprobs) for result in results.values()]
 
@@ -138,13 +145,7 @@ def test_pages_that_requests_share_evict_and_copy(scheme: str) -> None:
     # Where there is no room for all, some lose their pages and start again.
     crowd = [tokens(1, 7, seed)[0].tolist() for seed in range(6)]
     assert_batches_equal_prompts_alone(model, crowd, num_blocks=6, safety_margin=0.0)
-    settings = GenerationConfig(**(SETTINGS | {"do_sample": True}), top_k=1, eos_token_id=-1, num_return_sequences=2)
-    copies = model.generate_batch(
-        same[:2],
-        generation_config=settings,
-        continuous_batching_config=ContinuousBatchingConfig(**PAGED),
-        warmup=False,
-    )
+    copies = results_of(model, same[:2], SETTINGS | {"do_sample": True, "top_k": 1, "num_return_sequences": 2})
     # Transformers 5.17 returns one of them.
     found = {tuple(result.generated_tokens) for result in copies.values()}
     assert found == {tuple(alone(model, prompt)[0]) for prompt in same[:2]}
@@ -277,14 +278,7 @@ def test_prompts_beyond_the_last_position_are_refused() -> None:
 
 def test_a_manager_that_is_kept_does_not_outlive_its_scheme() -> None:
     def kept(model: Any, prompt: list[int]) -> list[int]:
-        results = model.generate_batch(
-            [prompt],
-            **ARGUMENTS,
-            continuous_batching_config=ContinuousBatchingConfig(**PAGED),
-            persistent_manager=True,
-            warmup=False,
-        )
-        found: list[int] = next(iter(results.values())).generated_tokens
+        found: list[int] = next(iter(results_of(model, [prompt], kept=True).values())).generated_tokens
         return found
 
     model, prompt = patched("llama_gqa", None), prompts()[3]

@@ -25,28 +25,26 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
 from tests.patching.test_changed_models import put_a_stock_layer
 
-LLAMA = ARCHITECTURES["llama_gqa"]
-
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize(("architecture", "scheme"), [("llama_gqa", "alibi"), ("bert", "t5")])
 @torch.no_grad()
 def test_copies_are_independent(architecture: str, scheme: str, copied: Callable[[Any], Any]) -> None:
     """They have weights, a record, a watch over their layers, and a `generate` of their own."""
-    row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
-    expected, clones = outputs(model, row, tokens()), [copied(model) for _ in range(3)]
-    if row.causal:
+    model = patched(architecture, scheme)
+    expected, clones = outputs(model, tokens()), [copied(model) for _ in range(3)]
+    if ARCHITECTURES[architecture].causal:
         clones[0].config.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
         put_a_stock_layer(clones[1])
         for clone, message in ((clones[0], "rope_parameters"), (clones[1], "patch_model again")):
             with pytest.raises(UnsupportedError, match=message):
-                outputs(clone, row, tokens())
+                outputs(clone, tokens())
         assert clones[2].__dict__["generate"].model is clones[2]
         assert inspect.signature(model.generate) == inspect.signature(patched(architecture, None).generate)
-    assert torch.equal(outputs(model, row, tokens()), expected)
+    assert torch.equal(outputs(model, tokens()), expected)
     for parameter in model.parameters():
         parameter.zero_()
-    assert torch.equal(outputs(clones[2], row, tokens()), expected)
+    assert torch.equal(outputs(clones[2], tokens()), expected)
     unpatch_model(clones[2])
     assert "position_encoding" not in dict(clones[2].named_modules())
     assert "generate" not in clones[2].__dict__
@@ -116,13 +114,11 @@ def test_two_threads_can_run_one_model(scheme: str) -> None:
     inputs = [tokens(1, 4 + size, seed=size) for size in range(8)]
     places = [(torch.arange(4 + size) * (1 + size)).unsqueeze(0) for size in range(8)]
     calls = [{"input_ids": ids, "position_ids": where} for ids, where in zip(inputs, places, strict=True)]
-    expected = [outputs(model, LLAMA, **call, use_cache=False) for call in calls]
+    expected = [outputs(model, **call, use_cache=False) for call in calls]
 
     def run(index: int) -> bool:
         with torch.no_grad():
-            return all(
-                torch.equal(outputs(model, LLAMA, **calls[index], use_cache=False), expected[index]) for _ in range(10)
-            )
+            return all(torch.equal(outputs(model, **calls[index], use_cache=False), expected[index]) for _ in range(10))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, range(8)))

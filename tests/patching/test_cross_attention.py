@@ -30,7 +30,7 @@ from hf_posenc.export.export_model import export_model
 from hf_posenc.recipes import swap_scheme
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from tests.export.models import visible
-from tests.matrix.running import drawn
+from tests.matrix.running import drawn, gradients
 
 #: Sums in another order, in float32.
 TOLERANCE = 1e-4
@@ -206,15 +206,10 @@ def test_gradient_checkpointing_and_compilation() -> None:
     model = patch_model(model_of(), "rope", cross_attention=["rope", "kerple"]).train()
     calls = {"input_ids": SOURCE, "decoder_input_ids": TARGET, "labels": TARGET, "use_cache": False}
 
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        model(**calls).loss.backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-    plain = gradients()
+    plain = gradients(model, model(**calls).loss)
     assert all(weight.grad is not None for weight in model.position_encoding.parameters())
     model.gradient_checkpointing_enable()
-    assert all(map(torch.allclose, gradients(), plain))
+    torch.testing.assert_close(gradients(model, model(**calls).loss), plain)
     model.gradient_checkpointing_disable()
     model.eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -5,8 +5,6 @@ Right is one call over the whole text in which the dropped tokens are hidden.
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -171,39 +169,6 @@ def test_dropped_tokens_cannot_come_back() -> None:
     assert distance(decoded(model, ids, cache, (4, 4)), model(ids[:, :8]).logits) <= CLOSE
 
 
-ORDER = torch.tensor([1, 0])
-ROWS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
-    "reorder_cache": (lambda cache: cache.reorder_cache(ORDER), [1, 0]),
-    "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-    "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-}
-
-
-@pytest.mark.parametrize("change", ROWS)
-@torch.no_grad()
-def test_rows_take_their_positions_along(change: str) -> None:
-    model, ids, mask = patched("llama_gqa", sinks_with("t5")), tokens(2, LENGTH), left_padding(LENGTH, PADS)
-    do, rows = ROWS[change]
-    cache = SinkCache(SINKS, WINDOW)
-    expected = decoded(model, ids, cache, (12, 8, 10), attention_mask=mask)[rows, 20:]
-    cache = SinkCache(SINKS, WINDOW)
-    decoded(model, ids[:, :20], cache, (12, 8), attention_mask=mask[:, :20])
-    do(cache)
-    for one in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
-        given = {"attention_mask": mask[rows], "past_key_values": one}
-        assert distance(model(ids[rows, 20:], **given).logits, expected) <= CLOSE
-
-
-@torch.no_grad()
-def test_given_positions_are_kept() -> None:
-    """Positions that jump, and a mask without padding, so that no document seems to begin."""
-    model, ids = patched("llama_gqa", sinks_with("alibi")), tokens(2, LENGTH)
-    given = {"position_ids": (torch.arange(LENGTH) + 7 * (torch.arange(LENGTH) > 20)).expand(2, -1)}
-    given["attention_mask"] = torch.ones_like(given["position_ids"])
-    whole = model(ids, **given, use_cache=False).logits
-    assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), (9, 4, 1, 7, 1, 1, 7), **given), whole) <= CLOSE
-
-
 class _Kept(DynamicLayer):
     """Drops one of three tokens as soon as all of them are older than four."""
 
@@ -249,11 +214,8 @@ def without_third(third: int) -> Tensor:
 
 
 def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
-    steps = []
-    for step in range(LENGTH):
-        position = {} if cache.counts_all or cache.states else {"position_ids": torch.tensor([[step]])}
-        steps.append(model(ids[:, step : step + 1], past_key_values=cache, **position).logits)
-    return torch.cat(steps, 1)
+    given = {} if cache.counts_all or cache.states else {"position_ids": torch.arange(LENGTH)[None]}
+    return decoded(model, ids, cache, SINGLY, **given)
 
 
 def giving(mask: Tensor) -> Callable[..., Any]:
@@ -312,32 +274,16 @@ def test_statements_that_do_not_fit_are_refused() -> None:
         model(ids[:, 9:10], past_key_values=cache)
 
 
-@pytest.mark.parametrize(("filled", "message"), [(0, "were not encoded"), (LENGTH - 8, "a call did not end")])
-@torch.no_grad()
-def test_the_cache_of_a_call_that_failed_is_not_continued(filled: int, message: str) -> None:
-    """Its layers may hold as many keys, but of different tokens."""
-    model, ids, cache = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH), SinkCache(SINKS, WINDOW)
-    if filled:
-        decoded(model, ids, cache, (filled,))
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        decoded(model, ids, cache, (4,), filled)
-    handle.remove()
-    with pytest.raises(UnsupportedError, match=message):
-        decoded(model, ids, cache, (4,), filled)
-
-
 @pytest.mark.parametrize("smaller", [(SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1), (0, 2)])
 @torch.no_grad()
 def test_a_cache_that_keeps_less_than_the_scheme_sees_is_refused_before_it_changes_a_result(smaller: Any) -> None:
     model, ids = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH)
-    expected, cache, found = model(ids).logits, SinkCache(*smaller), []
+    expected, cache, count = model(ids).logits, SinkCache(*smaller), sum(smaller)
     # It keeps one token less between calls, and drops the first one after this many.
-    for step in range(sum(smaller)):
-        found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+    found = decoded(model, ids, cache, [1] * count)
     with pytest.raises(UnsupportedError, match=rf"Use SinkCache\({SINKS}, {WINDOW}\)"):
-        model(ids[:, len(found) : len(found) + 1], past_key_values=cache)
-    assert distance(torch.cat(found, 1), expected[:, : len(found)]) <= CLOSE
+        decoded(model, ids, cache, [1], count)
+    assert distance(found, expected[:, :count]) <= CLOSE
 
 
 @torch.no_grad()

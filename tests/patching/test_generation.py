@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from hf_posenc.schemes import AlibiConfig, NoneConfig, RopeConfig, ScheduleConfig, SelfExtendConfig
 
+from ..kits.decoding import left_padding
 from ..matrix.running import patched, tokens
 
 ROPE_THEN_ALIBI = ScheduleConfig(layers=(RopeConfig(), AlibiConfig()))
@@ -131,9 +132,7 @@ def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(name: str) -> None
 @pytest.mark.parametrize("scheme", ["alibi", "rerope"])
 def test_a_chunk_of_a_padded_prompt_may_hold_only_padding(scheme: str) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, 24)
-    mask = torch.ones_like(ids)
-    mask[1, :12] = 0
-    options = {"attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 8, "do_sample": False}
+    options = {"attention_mask": left_padding(24, 12), "pad_token_id": 0, "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(ids, **options, prefill_chunk_size=8), model.generate(ids, **options))
 
 

@@ -17,8 +17,9 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model
 from hf_posenc.schemes.parts import DistanceBias, Part
+from tests.kits.decoding import left_padding
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, tokens
+from tests.matrix.running import distance, gradients, outputs, patched, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
 from tests.thinning import in_turn, mostly_slow
@@ -62,7 +63,7 @@ def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, 
     dense = biases[0](torch.tensor(pairs)).transpose(0, 1)
     mask = dense.masked_fill(~visible, torch.finfo(torch.float32).min)
     cache = {"use_cache": False} if ARCHITECTURES[architecture].causal else {}
-    return outputs(without_positions(architecture), ARCHITECTURES[architecture], ids, attention_mask=mask, **cache)
+    return outputs(without_positions(architecture), ids, attention_mask=mask, **cache)
 
 
 def same_document(positions: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def test_the_bias_is_that_of_every_pair_of_positions(way: tuple[str, str, str], 
     architecture, options, visible = CALLS[call]
     model, ids = patched(architecture, scheme, attn_implementation=backend), tokens(2, LENGTH)
     positions = POSITIONS[kind]
-    found = outputs(model, ARCHITECTURES[architecture], ids, position_ids=positions, **options)
+    found = outputs(model, ids, position_ids=positions, **options)
     assert distance(found, reference(model, architecture, ids, positions, visible(positions))) <= CLOSE
 
 
@@ -100,8 +101,8 @@ def test_gradients(scheme: Any) -> None:
     found = []
     for backend in ("sdpa", "eager"):
         model = patched("llama_gqa", scheme, attn_implementation=backend)
-        model(tokens(2, LENGTH), position_ids=POSITIONS["gaps"]).logits.square().mean().backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        logits = model(tokens(2, LENGTH), position_ids=POSITIONS["gaps"]).logits
+        found.append(gradients(model, logits.square().mean()))
     assert any("position_encoding" in name for name in found[0])
     for name, gradient in found[0].items():
         # Sums of some thousand pairs in another order.
@@ -315,8 +316,7 @@ def test_tokens_that_a_later_mask_hides_keep_their_positions(scheme: Any, kind: 
     """The positions of cached tokens were counted over the mask with which they were cached."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
     cached, hidden = LENGTH - 3, slice(5, 9)
-    padding = torch.ones(2, LENGTH, dtype=torch.long)
-    padding[1, :2] = 0
+    padding = left_padding(LENGTH, 2)
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     seen = (padding.bool()[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()).clone()
     seen |= torch.eye(LENGTH, dtype=torch.bool)

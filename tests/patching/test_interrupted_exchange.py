@@ -18,13 +18,12 @@ from hf_posenc import extend_context, native_scheme, patch_model, unpatch_model
 from hf_posenc.recipes import swap_scheme
 from tests.thinning import in_turn
 
-from ..matrix.architectures import ARCHITECTURES
 from ..matrix.running import distance, outputs, patched, tokens
 
 
+@torch.no_grad()
 def run(model: Any) -> Tensor:
-    with torch.no_grad():
-        return outputs(model, ARCHITECTURES["llama_gqa"], tokens(2, 8))
+    return outputs(model, tokens(2, 8))
 
 
 def calls_until_interrupt(operation: Callable[[], Any], last: int, event: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
@@ -35,10 +35,6 @@ def interrupted(error: type[BaseException]) -> Any:
     return hook
 
 
-def run(model: Any, name: str, ids: Tensor, cache: DynamicCache | None) -> Tensor:
-    return outputs(model, ARCHITECTURES[name], ids, **({} if cache is None else {"past_key_values": cache}))
-
-
 @pytest.mark.parametrize(
     ("name", "scheme", "error"),
     [
@@ -53,13 +49,13 @@ def run(model: Any, name: str, ids: Tensor, cache: DynamicCache | None) -> Tenso
 @torch.no_grad()
 def test_a_call_may_end_at_every_module(name: str, scheme: str, error: type[BaseException]) -> None:
     model, ids = patched(name, scheme), tokens(2, 6)
-    expected = run(model, name, ids, None)
+    expected = outputs(model, ids)
     cached, left = ARCHITECTURES[name].causal, []
     for module in list(model.modules())[1:]:
         cache = DynamicCache(config=model.config) if cached else None
         hook = module.register_forward_pre_hook(interrupted(error))
         try:
-            run(model, name, ids, cache)
+            outputs(model, ids, **({} if cache is None else {"past_key_values": cache}))
         except error:
             assert calls_in_progress(model) == 0
         hook.remove()
@@ -69,7 +65,7 @@ def test_a_call_may_end_at_every_module(name: str, scheme: str, error: type[Base
             del cache
     gc.collect()
     assert not [module for module, cache in left if cache() is not None]
-    assert torch.equal(run(model, name, ids, None), expected)
+    assert torch.equal(outputs(model, ids), expected)
 
 
 def inner_call(**given: Any) -> Callable[[Any], Any]:

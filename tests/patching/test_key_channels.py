@@ -18,11 +18,8 @@ from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.registry import as_scheme
 from tests.kits.decoding import decoded
-from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import in_turn
-
-LLAMA = ARCHITECTURES["llama_gqa"]
 
 
 @given(
@@ -67,7 +64,7 @@ def test_what_query_heads_share_is_cached_once(label: str, dtype: torch.dtype) -
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 48}
     model, ids = patched("llama_gqa", scheme, **heads).to(dtype), tokens(2, 9)
     cache = DynamicCache(config=model.config)
-    outputs(model, LLAMA, ids, past_key_values=cache, use_cache=True)
+    outputs(model, ids, past_key_values=cache, use_cache=True)
     width = 8 + num_channels(numbers, dtype)
     assert [layer.keys.shape[-1] for layer in cache.layers] == [width] * len(cache.layers)
     assert {page_width(layer, dtype) for layer in layers_of(model.position_encoding, TEXT)} == {width}
@@ -115,7 +112,7 @@ def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.d
     differences = {}
     for name, own in (("both", scheme), ("none", "none")):
         model, ids = patched("llama_gqa", own).to(dtype), tokens(2, 16)
-        full = outputs(model, LLAMA, ids, use_cache=False).float()
+        full = outputs(model, ids, use_cache=False).float()
         for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=20)):
             differences[name, type(cache)] = distance(decoded(model, ids, cache, [5, 4] + [1] * 7).float(), full)
     for cache_type in (DynamicCache, StaticCache):

@@ -34,23 +34,22 @@ def additive(visible: Tensor) -> Tensor:
 @torch.no_grad()
 def test_a_mask_with_a_block_per_document_says_nothing_about_padding(architecture: str) -> None:
     """Stock numbers slots under such a mask, and so does the native round trip."""
-    row, model, ids = ARCHITECTURES[architecture], patched(architecture, None), tokens(1, 12)
-    arguments: dict[str, Any] = {"attention_mask": additive(blocks((6, 6), row.causal))}
-    if row.causal:
+    causal, model, ids = ARCHITECTURES[architecture].causal, patched(architecture, None), tokens(1, 12)
+    arguments: dict[str, Any] = {"attention_mask": additive(blocks((6, 6), causal))}
+    if causal:
         arguments["use_cache"] = False
-    stock = outputs(model, row, ids, **arguments)
+    stock = outputs(model, ids, **arguments)
     patch_model(model, native_scheme(model))
-    assert distance(outputs(model, row, ids, **arguments), stock) <= 1e-5
+    assert distance(outputs(model, ids, **arguments), stock) <= 1e-5
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
 @torch.no_grad()
 def test_packed_rows_of_a_length_dependent_scheme_are_refused_under_such_a_mask_too(architecture: str) -> None:
-    row = ARCHITECTURES[architecture]
     with pytest.warns(UserWarning, match=r"use_cache|LayerNorm"):
         model = patch_model(patched(architecture, None), "normalized_integer")
     position_ids = torch.cat((torch.arange(5), torch.arange(7))).unsqueeze(0)
-    mask = additive(blocks((5, 7), row.causal))
+    mask = additive(blocks((5, 7), ARCHITECTURES[architecture].causal))
     with pytest.raises(UnsupportedError, match="separate rows"):
         model(tokens(1, 12), attention_mask=mask, position_ids=position_ids)
 
@@ -90,22 +89,21 @@ def test_a_masked_key_stays_masked_whatever_the_bias() -> None:
 
 @torch.no_grad()
 def test_several_axes_need_no_mask_of_the_caller() -> None:
-    row, ids = ARCHITECTURES["llama_gqa"], tokens(2, 8)
-    model = patched("llama_gqa", {"scheme": "mrope", "layout": "half"})
+    model, ids = patched("llama_gqa", {"scheme": "mrope", "layout": "half"}), tokens(2, 8)
     axes = torch.stack((torch.arange(8), torch.arange(8) // 4, torch.arange(8) % 4)).unsqueeze(1).expand(3, 2, 8)
-    without = outputs(model, row, ids, position_ids=axes, use_cache=False)
-    assert distance(without, outputs(model, row, ids, position_ids=axes, attention_mask=torch.ones_like(ids))) <= 1e-6
-    assert distance(without, outputs(model, row, ids, use_cache=False)) > 1e-3
+    without = outputs(model, ids, position_ids=axes, use_cache=False)
+    assert distance(without, outputs(model, ids, position_ids=axes, attention_mask=torch.ones_like(ids))) <= 1e-6
+    assert distance(without, outputs(model, ids, use_cache=False)) > 1e-3
 
 
 @torch.no_grad()
 def test_latent_attention_does_not_know_the_axes_of_cached_keys() -> None:
     model = patched("deepseek_v3_mla", {"scheme": "rope_nd", "assignment": "mixed", "grid": [4]})
     axes = torch.stack((torch.arange(8) // 4, torch.arange(8) % 4)).unsqueeze(1)
-    row, ids, cache = ARCHITECTURES["deepseek_v3_mla"], tokens(1, 8), DynamicCache(config=model.config)
-    outputs(model, row, ids[:, :6], position_ids=axes[..., :6], past_key_values=cache)
+    ids, cache = tokens(1, 8), DynamicCache(config=model.config)
+    outputs(model, ids[:, :6], position_ids=axes[..., :6], past_key_values=cache)
     with pytest.raises(UnsupportedError, match=r"several axes|cached keys stand"):
-        outputs(model, row, ids[:, 6:], position_ids=axes[..., 6:], past_key_values=cache)
+        outputs(model, ids[:, 6:], position_ids=axes[..., 6:], past_key_values=cache)
 
 
 @torch.no_grad()

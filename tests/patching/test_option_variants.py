@@ -127,7 +127,7 @@ def run(family: str, scheme: Any, implementation: str) -> torch.Tensor:
         strengthen(model)
     torch.manual_seed(7)  # of schemes that draw positions
     model.set_attn_implementation(implementation)
-    return outputs(model, ARCHITECTURES.get(family, ARCHITECTURES["llama_gqa"]), tokens(2, 14))
+    return outputs(model, tokens(2, 14))
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["", "every pair"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
@@ -22,7 +23,7 @@ from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.bias.tupe import UntiedPositionBias
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
-from tests.kits.decoding import decoded
+from tests.kits.decoding import decoded, left_padding
 from tests.thinning import in_turn
 
 from ..matrix.running import patched, tokens
@@ -40,17 +41,18 @@ Counted = Callable[..., list[Any]]
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """Watches the forward of a class: what `measure` makes of the arguments of each call."""
+    """Watches a method of a class: what `measure` makes of the arguments of each call."""
 
-    def count(owner: type[nn.Module], measure: Callable[..., Any]) -> list[Any]:
+    def count(owner: type, measure: Callable[..., Any], method: str = "forward") -> list[Any]:
         seen: list[Any] = []
-        own = owner.forward
+        own = getattr(owner, method)
 
-        def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(own)
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
             seen.append(measure(*args, **kwargs))
             return own(self, *args, **kwargs)
 
-        monkeypatch.setattr(owner, "forward", watched)
+        monkeypatch.setattr(owner, method, watched)
         return seen
 
     return count
@@ -65,17 +67,8 @@ def prefilled(model: Any, ids: Tensor, length: int) -> DynamicCache:
 
 @pytest.mark.parametrize("scheme", ["none", "rope", "alibi", "pope"])
 @torch.no_grad()
-def test_the_stock_rotary_module_computes_nothing_that_nobody_reads(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes: list[torch.Size] = []
-    own = LlamaRotaryEmbedding.forward
-
-    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
-        shapes.append(position_ids.shape)
-        return own(self, x, position_ids)
-
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+def test_the_stock_rotary_module_computes_nothing_that_nobody_reads(scheme: str, counted: Counted) -> None:
+    shapes = counted(LlamaRotaryEmbedding, lambda x, position_ids: position_ids.shape)
     model, ids = model_of("LlamaForCausalLM", scheme), tokens(1, 12)
     shapes.clear()  # patch_model has asked the module how wide it rotates
     expected = model(ids, use_cache=False).logits
@@ -188,12 +181,11 @@ def test_layers_share_a_bias_that_reads_no_content(counted: Counted) -> None:
     assert not torch.equal(decoded(model, ids, before, [1], 6), first)
 
 
-def test_decoding_projects_the_rows_of_a_table_when_the_length_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_projects_the_rows_of_a_table_when_the_length_has_doubled(counted: Counted) -> None:
     model, ids = patched("llama_gqa", "tupe", attn_implementation="sdpa"), tokens()
     expected = model(ids).logits.detach()
     cache = prefilled(model, ids, 3)
-    rows, own = [], UntiedPositionBias._rows
-    monkeypatch.setattr(UntiedPositionBias, "_rows", lambda bias, ids: rows.append(ids.numel()) or own(bias, ids))
+    rows = counted(UntiedPositionBias, lambda ids: ids.numel(), "_rows")
     torch.testing.assert_close(decoded(model, ids, cache, [1] * 11, 3), expected[:, 3:], atol=1e-4, rtol=1e-4)
     assert [count for count in rows if count > 1] == [9, 19]
 
@@ -203,15 +195,11 @@ SELF_EXTEND = SelfExtendConfig(group=2, window=WINDOW)
 
 
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend", "dual_chunk", "attention_sinks"])
-def test_a_call_without_far_pairs_only_rotates(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_far_pairs_only_rotates(scheme: str, counted: Counted) -> None:
     options = {"dual_chunk": {"chunk_size": 6, "local_size": 2}, "attention_sinks": {"sinks": 2, "window": 4}}
     config = get_scheme(scheme)(**options.get(scheme, {"window": WINDOW}))
     model, ids = model_of("LlamaForCausalLM", config), tokens(1, 12)
-    attended: list[int] = []
-    attend = InterfaceAttention.attend
-    monkeypatch.setattr(
-        InterfaceAttention, "attend", lambda *args, **kwargs: attended.append(1) or attend(*args, **kwargs)
-    )
+    attended = counted(InterfaceAttention, lambda *args, **kwargs: 1, "attend")
 
     def attends(*args: Any, **kwargs: Any) -> bool:
         attended.clear()
@@ -265,9 +253,7 @@ def test_who_has_no_gaps_pays_for_none(backend: str, counted: Counted) -> None:
     """A bias of given positions is evaluated for pairs, and that of slots for distances."""
     model, ids = patched("llama_gqa", "t5", attn_implementation=backend), tokens(2, 20)
     axes = counted(T5Bias, lambda distance: distance.dim())
-    left = torch.ones_like(ids)
-    left[1, :6] = 0
-    slots = torch.arange(20)
+    left, slots = left_padding(20, 6), torch.arange(20)
     for mask in (None, left, left.flip(-1), torch.ones_like(left)):
         model(ids, attention_mask=mask)
     model(ids, position_ids=torch.stack((slots + 7, slots + 40)))

@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_posenc import UnsupportedError
 from hf_posenc.patching.call.cache import cache_argument
 from tests.kits.decoding import left_padding
-from tests.matrix.running import distance, patched, tokens
+from tests.matrix.running import distance, gradients, patched, tokens
 from tests.thinning import in_turn
 from tests.versions import torch_since
 
@@ -73,10 +73,8 @@ def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, metho
     ids, mask = batch()
     found = []
     for one, shown in ((ids[1:], mask[1:]), (ids[1:, PADDED:], None)):
-        model.zero_grad()
         logits = model(input_ids=one, attention_mask=torch.ones_like(one) if shown is None else shown).logits
-        logits[:, -LENGTH + PADDED :].square().mean().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(gradients(model, logits[:, -LENGTH + PADDED :].square().mean()))
     assert found[0].keys() == found[1].keys()
     assert any("position_encoding" in name for name in found[0]) == (scheme != "alibi")
     assert any("prompt_encoder" in name for name in found[0])

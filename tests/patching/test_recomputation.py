@@ -18,6 +18,7 @@ from hf_posenc.schemes import AlibiConfig, BlendedConfig, ComposedConfig, NoneCo
 from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.registry import get_scheme
 
+from ..matrix import running
 from ..matrix.running import tokens
 from ..models import tiny
 from ..thinning import in_turn, mostly_slow
@@ -30,28 +31,23 @@ def build(**settings: Any) -> Any:
 
 def gradients(
     model: Any, checkpointing: dict[str, Any] | None, meanwhile: Callable[[Any], Any] = lambda model: None
-) -> list[torch.Tensor | None]:
+) -> dict[str, torch.Tensor]:
     """Of all parameters. Something else may happen to the model between its forward and the backward pass."""
     if checkpointing is None:
         model.gradient_checkpointing_disable()
     else:
         model.gradient_checkpointing_enable(checkpointing)
-    model.zero_grad()
     torch.manual_seed(1)
     ids = tokens(2, 10)
     loss = model(ids, labels=ids, use_cache=False).loss
     # Layers are recomputed at their own positions, and not at those of a later call.
     model(ids, position_ids=torch.arange(10)[None] + 3, use_cache=False)
     meanwhile(model)
-    loss.backward()
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    return running.gradients(model, loss)
 
 
-def assert_equal(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)  # sums in another order
+#: Sums are taken in another order.
+assert_equal = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
 def assert_recomputed_exactly(model: Any, **checkpointing: Any) -> None:
@@ -150,9 +146,7 @@ def test_some_layers_may_be_recomputed_and_others_not(scheme: Any, reentrant: bo
     for chosen in ((0,), (1, 2), (3,)):
         for number, layer in enumerate(model.model.layers):
             layer.gradient_checkpointing = number in chosen
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        assert_equal([parameter.grad for parameter in model.parameters()], expected)
+        assert_equal(running.gradients(model, model(ids, labels=ids, use_cache=False).loss), expected)
 
 
 @pytest.mark.parametrize("scheme", ["rope", "learned_rope", "sinusoidal", "t5"])
@@ -162,7 +156,7 @@ def test_layers_that_are_wrapped_after_a_first_forward_are_recomputed(scheme: st
     expected = gradients(model, None)
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = checkpoint_wrapper(layer)
-    assert_equal(gradients(model, None), expected)
+    assert_equal([*gradients(model, None).values()], [*expected.values()])
 
 
 def test_layers_share_what_they_learn_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Parts of models, and biases that are not what they should be: refused by every verb, with words that help."""
+"""Parts of models: refused by every verb with words that help, or patched on their own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import pytest
 import torch
 
 from hf_posenc import (
-    BuildContext,
-    DistanceBias,
-    NoneConfig,
-    SchemeParts,
     UnsupportedError,
     inspect_model,
     native_scheme,
@@ -23,11 +19,7 @@ from hf_posenc import (
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.matrix.running import distance, tokens
-from tests.models import tiny
 from tests.versions import ONE_AXIS, since
-
-# Parts of models
-
 
 VERBS: list[Callable[[Any], Any]] = [
     *(functools.partial(patch_model, scheme=scheme) for scheme in ("native", "none", "rope_nd", "learned")),
@@ -73,39 +65,3 @@ def test_the_text_part_of_a_composite_takes_its_native_scheme(name: str, path: s
     assert distance(patch_model(part, "native")(input_ids=ids).last_hidden_state, stock) <= 1e-5
     assert distance(patch_model(part, "none")(input_ids=ids).last_hidden_state, stock) > 1e-2
     assert torch.equal(unpatch_model(part)(input_ids=ids).last_hidden_state, stock)
-
-
-def placed(model: Any, bias: DistanceBias) -> Any:
-    """A model with a scheme that is one bias."""
-
-    class OwnConfig(NoneConfig):
-        name = "own_for_tests"
-
-        def build(self, context: BuildContext) -> SchemeParts:
-            return SchemeParts(logit_bias=bias)
-
-    return patch_model(model, OwnConfig())
-
-
-def test_a_bias_of_the_wrong_shape_is_named_when_it_is_placed() -> None:
-    class FlatBias(DistanceBias):
-        def forward(self, distance: torch.Tensor) -> torch.Tensor:
-            return -distance.abs().float()
-
-    message = r"FlatBias.forward returned the shape \(3,\) for distances of the shape \(3,\); expected \(heads, 3\)"
-    model = tiny("LlamaForCausalLM")
-    with pytest.raises(ValueError, match=message):
-        placed(model, FlatBias())
-    assert not hasattr(model, "position_encoding")
-
-
-def test_a_bias_that_reads_its_distances_is_placed_in_a_model_without_weights() -> None:
-    class ReadingBias(DistanceBias):
-        def forward(self, distance: torch.Tensor) -> torch.Tensor:
-            reach = int(distance.abs().max())
-            return -(distance.abs() / max(reach, 1)).expand(2, *distance.shape)
-
-    with torch.device("meta"):
-        model = placed(tiny("LlamaForCausalLM"), ReadingBias())
-    assert next(model.parameters()).is_meta
-    assert model.position_encoding.config.name == "own_for_tests"

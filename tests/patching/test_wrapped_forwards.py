@@ -15,15 +15,14 @@ from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_mode
 from hf_posenc.recipes import swap_scheme
 from tests.thinning import in_turn
 
-from ..matrix.architectures import ARCHITECTURES
 from ..matrix.running import outputs, patched, tokens
 
 FOREIGN = "has a forward that another library.*unpatch_model"
 
 
-def run(model: Any, name: str = "llama_gqa", **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return outputs(model, ARCHITECTURES[name], tokens(2, 8), **kwargs)
+@torch.no_grad()
+def run(model: Any) -> Tensor:
+    return outputs(model, tokens(2, 8))
 
 
 def wrap(module: nn.Module) -> None:
@@ -44,16 +43,16 @@ def wrap(module: nn.Module) -> None:
     ],
 )
 def test_a_wrapper_goes_on_around_the_stock_forward(name: str, scheme: str, path: str) -> None:
-    model, stock = patched(name, None), run(patched(name, None), name)
+    model, stock = patched(name, None), run(patched(name, None))
     patch_model(model, scheme)
-    in_force = run(model, name)
+    in_force = run(model)
     module = model.get_submodule(path)
     wrap(module)
     wrapper = module.forward
-    assert torch.equal(run(model, name), in_force)
+    assert torch.equal(run(model), in_force)
     unpatch_model(model)
     # More than once: a rotary module that nobody looks at returns a placeholder from the second call on.
-    assert all(torch.equal(run(model, name), stock) for _ in range(2))
+    assert all(torch.equal(run(model), stock) for _ in range(2))
     assert module.forward is wrapper
     assert [module for module in model.modules() if "forward" in module.__dict__] == [module]
     assert set(model.state_dict()) == set(patched(name, None).state_dict())
@@ -141,14 +140,14 @@ def test_a_module_of_another_patched_model_is_refused() -> None:
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
 def test_a_model_that_was_dispatched_after_the_patch(name: str) -> None:
     """accelerate replaces every module's forward, and keeps the one it found inside its hook."""
-    model, stock = patched(name, "sinusoidal"), run(patched(name, None), name)
-    expected = run(model, name)
+    model, stock = patched(name, "sinusoidal"), run(patched(name, None))
+    expected = run(model)
     places = {path: "cpu" for path, module in model.named_modules() if not list(module.children())}
     dispatch_model(model, places | {"": "cpu"}, main_device="cpu", force_hooks=True)
     assert sum("_old_forward" in module.__dict__ for module in model.modules()) > 5
-    assert torch.equal(run(model, name), expected)
+    assert torch.equal(run(model), expected)
     native_scheme(model)
-    assert torch.equal(run(model, name), expected)
+    assert torch.equal(run(model), expected)
     patch_model(model, "none")
-    assert torch.equal(run(model, name), run(patched(name, "none"), name))
-    assert torch.equal(run(unpatch_model(model), name), stock)
+    assert torch.equal(run(model), run(patched(name, "none")))
+    assert torch.equal(run(unpatch_model(model)), stock)

@@ -31,7 +31,6 @@ from hf_posenc.schemes import (
     T5Config,
     YarnScaling,
 )
-from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import in_turn, mostly_slow
 
@@ -67,8 +66,8 @@ def _loaded(folder: Any) -> Any:
 
 
 @torch.no_grad()
-def _outputs(model: Any, architecture: str = "llama_gqa") -> torch.Tensor:
-    return outputs(model, ARCHITECTURES[architecture], tokens())
+def _outputs(model: Any) -> torch.Tensor:
+    return outputs(model, tokens())
 
 
 def _name(scheme: Any) -> str:
@@ -76,25 +75,25 @@ def _name(scheme: Any) -> str:
 
 
 def _check_both_ends(architecture: str, old: Any, new: Any) -> None:
-    row, ids = ARCHITECTURES[architecture], tokens(length=10)
+    ids = tokens(length=10)
     model = patched(architecture, old).eval()
     with torch.no_grad():
-        before = outputs(model, row, ids)
+        before = outputs(model, ids)
         begin_blend(model, new)
-        assert distance(outputs(model, row, ids), before) < CLOSE
+        assert distance(outputs(model, ids), before) < CLOSE
         set_blend_strength(model, 0.5)
-        between = outputs(model, row, ids)
+        between = outputs(model, ids)
         set_blend_strength(model, 1.0)
-        at_the_end = outputs(model, row, ids)
+        at_the_end = outputs(model, ids)
         trained = {id(p) for p in model.position_encoding.parameters() if p.requires_grad}
         finish_blend(model)
         assert torch.isfinite(between).all()
-        assert distance(outputs(model, row, ids), at_the_end) < CLOSE
+        assert distance(outputs(model, ids), at_the_end) < CLOSE
     assert {id(parameter) for parameter in model.position_encoding.parameters()} == trained
     plain = patched(architecture, new).eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert distance(outputs(plain, row, ids), at_the_end) < CLOSE
+        assert distance(outputs(plain, ids), at_the_end) < CLOSE
     assert model.position_encoding.config == plain.position_encoding.config
 
 
@@ -186,7 +185,7 @@ def test_only_the_new_scheme_is_trained():
     begin_blend(model, "t5")
     trained = [name for name, parameter in model.position_encoding.named_parameters() if parameter.requires_grad]
     assert len(trained) == 1
-    outputs(model, ARCHITECTURES["bert"], tokens()).sum().backward()
+    outputs(model, tokens()).sum().backward()
     # At strength 0 there is a gradient, of zeros: the optimizer and DDP see a parameter in use.
     assert all(
         torch.equal(p.grad, torch.zeros_like(p)) for p in model.position_encoding.parameters() if p.requires_grad

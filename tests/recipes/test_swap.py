@@ -29,7 +29,6 @@ from hf_posenc.schemes import (
     T5Config,
 )
 from hf_posenc.schemes.parts import LogitBias
-from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
@@ -52,12 +51,8 @@ def _additive(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _outputs(model: Any, architecture: str) -> Tensor:
-    return outputs(model, ARCHITECTURES[architecture], tokens())
-
-
-def _exact(model: Any, architecture: str, before: Tensor, tolerance: float) -> None:
-    assert distance(_outputs(model, architecture), before) < tolerance
+def _outputs(model: Any) -> Tensor:
+    return outputs(model, tokens())
 
 
 # Tables
@@ -75,9 +70,9 @@ def _exact(model: Any, architecture: str, before: Tensor, tolerance: float) -> N
 )
 def test_a_table_takes_over_what_was_added(architecture, old, new):
     model = patched(architecture, old).eval()
-    before = _outputs(model, architecture)
+    before = _outputs(model)
     (fit,) = swap_scheme(model, new, initialization="fitted").fits
-    _exact(model, architecture, before, 1e-5)
+    assert distance(_outputs(model), before) < 1e-5
     added = old != "rope"
     assert (fit.residual, fit.residual_before is None) == (pytest.approx(0, abs=1e-6) if added else None, not added)
     # The default start is small noise and misses all of a formula.
@@ -93,7 +88,7 @@ def test_a_longer_table_is_extended_from_the_native_one(extension):
     swap = swap_scheme(model, "learned", num_positions=4 * positions, table_extension=extension)
     assert torch.equal(_additive(model).weight, extended_rows(native, 4 * positions, extension))
     assert swap.fits[0].covers == positions
-    outputs(model, ARCHITECTURES["bert"], tokens(length=2 * positions))
+    outputs(model, tokens(length=2 * positions))
 
 
 @pytest.mark.parametrize(
@@ -168,12 +163,12 @@ def test_a_fitted_bias_takes_the_place_of_one_in_scaled_keys():
 
 
 def test_recording_leaves_the_model_as_it_was():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
+    ids = tokens()
     model = patched("llama_gqa", ["rope", "t5"]).train()
     with torch.no_grad():
-        before = outputs(model, row, ids)
+        before = outputs(model, ids)
         recorded_heads(Anatomy(model), current_encoding(model), _sample())
-        assert torch.equal(outputs(model, row, ids), before)
+        assert torch.equal(outputs(model, ids), before)
     assert model.training
 
 
@@ -194,7 +189,7 @@ def test_a_bias_takes_over_a_bias(old, new, tolerance):
     with torch.no_grad():
         distances = torch.arange(1 - SAMPLE_LENGTH, 1)
         wanted = _layer(model).logit_bias(distances)
-        before = _outputs(model, "llama_gqa")
+        before = _outputs(model)
     torch.manual_seed(3)
     swap = swap_scheme(model, new, sample=_sample(), initialization="fitted")
     (fit,) = swap.fits
@@ -204,7 +199,7 @@ def test_a_bias_takes_over_a_bias(old, new, tolerance):
         bias = _layer(model).logit_bias(distances)
         missed = (bias - bias.mean(-1, keepdim=True)) - (wanted - wanted.mean(-1, keepdim=True))
     assert float(missed.abs().max()) < 10 * tolerance * float(wanted.abs().max())
-    _exact(model, "llama_gqa", before, 20 * tolerance)
+    assert distance(_outputs(model), before) < 20 * tolerance
 
 
 class Steep(LogitBias):
@@ -289,14 +284,14 @@ def test_the_end_of_a_blend_is_fitted(new):
     torch.manual_seed(3)
     swap_scheme(plain, new, sample=_sample())
     torch.manual_seed(3)
-    before = _outputs(model, "bert")
+    before = _outputs(model)
     swap = swap_scheme(model, new, sample=_sample(), gradual=True)
     assert swap.gradual
-    _exact(model, "bert", before, 1e-6)
+    assert distance(_outputs(model), before) < 1e-6
     set_blend_strength(model, 1.0)
     finish_blend(model)
     # The same least squares from the same start, in the same order of operations.
-    _exact(model, "bert", _outputs(plain, "bert"), 1e-4)
+    assert distance(_outputs(model), _outputs(plain)) < 1e-4
 
 
 def test_places_are_those_of_patch_model():
@@ -346,14 +341,14 @@ REFUSED: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("refused", "gradual"), in_turn(REFUSED, [False, True]))
 def test_a_refused_swap_changes_nothing(refused, gradual):
     old, scheme, options, error, message = refused
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
+    ids = tokens()
     model = patched("llama_gqa", old).eval()
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     with torch.no_grad():
-        before = outputs(model, row, ids)
+        before = outputs(model, ids)
         with pytest.raises(error, match=message):
             swap_scheme(model, scheme, gradual=gradual, **options)
-        assert torch.equal(outputs(model, row, ids), before)
+        assert torch.equal(outputs(model, ids), before)
     encoding = current_encoding(model)
     assert (encoding is None) == (old is None)
     assert encoding is None or encoding.config == T5Config() or old == "none"

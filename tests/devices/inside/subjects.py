@@ -6,18 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import spreading
+from tests.kits.decoding import left_padding
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import placed, tokens
+from tests.matrix.running import LENGTH, placed, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.models import tiny
 from tests.patching.audio.whisper import normal, stir
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.vision.models import vit
 
-__all__ = ["SCHEMES", "SUBJECTS", "Subject"]
+__all__ = ["SCHEMES", "SUBJECTS", "Subject", "on_one_device"]
+
+on_one_device = pytest.mark.skipif(spreading.placement != "one", reason="looks at one device")
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,7 @@ class Subject:
 
 
 def _ids() -> dict[str, Any]:
-    return {"input_ids": tokens(), "attention_mask": _padding()}
-
-
-def _padding() -> Tensor:
-    mask = torch.ones_like(tokens())
-    mask[0, :3] = 0
-    return mask
+    return {"input_ids": tokens(), "attention_mask": left_padding(LENGTH, 3)}
 
 
 def _whisper() -> Any:
@@ -72,7 +71,7 @@ def _whisper() -> Any:
 SUBJECTS: dict[str, Subject] = {
     "llama": Subject(ARCHITECTURES["llama_gqa"].build, _ids),
     "gpt2": Subject(ARCHITECTURES["gpt2"].build, _ids),
-    "bert": Subject(ARCHITECTURES["bert"].build, lambda: _ids() | {"attention_mask": _padding().flip(1)}),
+    "bert": Subject(ARCHITECTURES["bert"].build, lambda: _ids() | {"attention_mask": left_padding(LENGTH, 3).flip(1)}),
     "t5": Subject(lambda: tiny("T5ForConditionalGeneration"), lambda: _ids() | {"decoder_input_ids": tokens(seed=2)}),
     "llava": Subject(COMPOSITES["llava"].model, COMPOSITES["llava"].prompt),
     "vit": Subject(vit, lambda: {"pixel_values": normal(2, 3, 16, 16)}),

@@ -17,14 +17,10 @@ from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.forms import DistanceForm
 from tests.attention.fused import masks_of_kernels
 from tests.devices import kernels, spreading
-from tests.devices.inside.subjects import SCHEMES
+from tests.devices.inside.subjects import SCHEMES, on_one_device
 from tests.thinning import mostly_slow
 
-
-@pytest.fixture(autouse=True)
-def _on_one_device() -> None:
-    if spreading.placement != "one":
-        pytest.skip("looks at one device")
+pytestmark = on_one_device
 
 
 @pytest.mark.parametrize("dtype", mostly_slow([torch.bfloat16, torch.float32], torch.bfloat16.__eq__), ids=str)

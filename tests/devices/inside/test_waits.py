@@ -13,17 +13,15 @@ from transformers import DynamicCache, StaticCache
 
 import hf_posenc
 from hf_posenc import PositionEncodingError
+from tests.attention.graphs import DECODED
 from tests.devices import spreading, strict_device
-from tests.devices.inside.subjects import SCHEMES, SUBJECTS
+from tests.devices.inside.subjects import SCHEMES, SUBJECTS, on_one_device
+from tests.kits.decoding import left_padding
 from tests.kits.gpu.launches import waits_on_cuda
 from tests.matrix.running import LENGTH, VOCABULARY, patched, tokens
 from tests.thinning import mostly_slow
 
-
-@pytest.fixture(autouse=True)
-def _on_one_device() -> None:
-    if spreading.placement != "one":
-        pytest.skip("counts what one device does")
+pytestmark = on_one_device
 
 
 #: More launches per decoded token than the stock model has, in two layers, of what a formula computes from content.
@@ -58,8 +56,10 @@ def waits(call: Callable[[], Any]) -> Counter[str]:
 
 
 def launches(call: Callable[[], Any]) -> int:
+    """How many operators the second call runs; CUDA may launch several kernels for one."""
+    if strict_device.loaded is None:
+        pytest.skip("the bounds count operators")
     call()
-    assert strict_device.loaded is not None
     with strict_device.listened(strict_device.loaded) as seen:
         call()
     return sum(seen["launch"].values())
@@ -87,8 +87,8 @@ def test_no_layer_and_no_token_waits(scheme: str) -> None:
     model.gradient_checkpointing_enable()
     assert not waits(train)
     model.gradient_checkpointing_disable()
-    if scheme in ("normalized_integer",):
-        return  # A cache is refused.
+    if scheme not in DECODED:
+        return
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=2 * LENGTH)):
         assert not waits(step(model, cache))
 
@@ -97,21 +97,17 @@ def test_no_layer_and_no_token_waits(scheme: str) -> None:
 @torch.no_grad()
 def test_padding_is_looked_at_once_per_call(scheme: str) -> None:
     model, ids = model_of(scheme), tokens()
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
+    mask = left_padding(LENGTH, 3)
     assert waits(lambda: model(input_ids=ids, attention_mask=mask, use_cache=False)).total() <= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True}])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"none", "learned", "t5", "alibi", "forget_gate"}.__contains__))
+@pytest.mark.parametrize("scheme", mostly_slow(DECODED, {"none", "learned", "t5", "alibi", "forget_gate"}.__contains__))
 @torch.no_grad()
 def test_generate_does_not_wait_in_its_steps(scheme: str, padded: bool, options: dict[str, Any]) -> None:
-    if scheme == "normalized_integer":
-        pytest.skip("refuses a cache")
     model, ids = model_of(scheme), tokens()
-    mask = torch.ones_like(ids)
-    mask[0, : 3 if padded else 0] = 0
+    mask = left_padding(LENGTH, 3 if padded else 0)
 
     def generated(steps: int) -> int:
         settings = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
@@ -131,12 +127,8 @@ def test_models_of_images_and_encoders_do_not_wait(subject: str, scheme: str) ->
     assert not waits(lambda: model(**inputs))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", DECODED)
 def test_a_decoded_token_launches_little_more_than_stock(scheme: str) -> None:
-    if scheme == "normalized_integer":
-        pytest.skip("refuses a cache")
-    if strict_device.loaded is None:
-        pytest.skip("the bounds count operators, of which CUDA may launch several kernels")
     stock, model = model_of(None), model_of(scheme)
     own, native = (launches(step(one, DynamicCache(config=one.config))) for one in (model, stock))
     assert own - native <= FORMULAS.get(scheme, 3)
@@ -148,8 +140,6 @@ LONG_STEPS = {"alibi": -58, "sandwich": -58, "t5": 7, "kerple": 24, "forget_gate
 
 @pytest.mark.parametrize("scheme", LONG_STEPS)
 def test_a_training_step_on_longer_inputs_launches_little_more_than_stock(scheme: str) -> None:
-    if strict_device.loaded is None:
-        pytest.skip("the bounds count operators, of which CUDA may launch several kernels")
     ids = torch.randint(5, VOCABULARY, (1, 512))
 
     def step_of(model: Any) -> Callable[[], Any]:
