@@ -1,8 +1,7 @@
 """Adds a bias to the logits of each attention backend.
 
-Every function takes the arguments of the model's attention function and a bias, and calls the function that the model
-has chosen, so kernels, soft caps, attention sinks and dropout do not change. How the bias is added depends on its form
-(`hf_posenc.attention.forms`):
+`attention_with` returns attention with a bias that calls the function that the model has chosen, so kernels, soft caps,
+attention sinks and dropout do not change. How the bias is added depends on its form (`hf_posenc.attention.forms`):
 
 ===============  ===========================  ==========================  =====================  =================
 form             sdpa                         flex_attention              flash                  eager, others
@@ -78,39 +77,6 @@ _MASK = 4
 _READS_MASK: dict[Function, bool] = {}
 
 
-def attend_with_bias(
-    implementation: str | None,
-    function: Function,
-    form: BiasForm,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Calls `function` with a bias added to its logits.
-
-    Args:
-        implementation: the backend's name, `None` or "eager" for the model's own function.
-        function: the attention function that the model would call.
-        form: the bias.
-        module: the attention module.
-        query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, head_dim)`.
-        attention_mask: a mask in the format of the backend.
-        *args: further arguments of the function.
-        **kwargs: further arguments of the function.
-
-    Raises:
-        UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
-    """
-    call = AttentionCall(implementation or "eager", function, attention_mask, args, kwargs)
-    return attention_with(call, form, module, query, key)(module, query, key, value)
-
-
 def is_stock_sdpa(function: Function) -> bool:
     """Whether a function is transformers' own sdpa, outside of function transforms."""
     return getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
@@ -119,11 +85,19 @@ def is_stock_sdpa(function: Function) -> bool:
 def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor) -> Attention:
     """Decides how a bias is added to the logits of the function of a call.
 
-    The other arguments are those of `attend_with_bias`. The result does not depend on the values in queries and keys,
-    so layers with the same bias and call use it for all queries and keys of the same shapes.
+    The result does not depend on the values in queries and keys, so layers with the same bias and call use it for all
+    queries and keys of the same shapes.
+
+    Args:
+        call: what the model would call.
+        form: the bias.
+        module: the attention module.
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
 
     Returns:
-        `(module, query, key, value) -> (output, probabilities or None)`.
+        `(module, query, key, value) -> (output, probabilities or None)`. It raises an `UnsupportedError` for a bias
+        that the backend supports only as a matrix, if that is too large.
 
     Raises:
         UnsupportedError: for a backend that does not support the bias.

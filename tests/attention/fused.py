@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc.attention import block_attention
-from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.backends import attention_with
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import BiasForm, DistanceForm, SeparableForm
 from hf_posenc.attention.fused_attention import fused_attention
 
@@ -22,8 +23,8 @@ def attended(
     """What a layer with sdpa computes, `(batch, query_len, heads, width)`."""
     module = nn.Module()
     module.num_key_value_groups = query.shape[1] // key.shape[1]
-    heads = (query, key, value)
-    output: Tensor = attend_with_bias("sdpa", sdpa_attention_forward, form, module, *heads, mask, **options)[0]
+    call = AttentionCall("sdpa", sdpa_attention_forward, mask, (), options)
+    output: Tensor = attention_with(call, form, module, query, key)(module, query, key, value)[0]
     return output
 
 

@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
 from hf_posenc.attention import block_attention, blockwise
-from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.backends import attention_with
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import DistanceForm, RowsForm
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from tests.matrix.running import patched, tokens
@@ -173,7 +174,8 @@ def test_features_of_stock_attention_are_left_to_it(feature: dict[str, Any]) -> 
     stock.__module__ = sdpa_attention_forward.__module__
     heads = torch.ones(1, 2, 6, 4)
     form = DistanceForm(torch.zeros(2, 11), 6, 6)
-    attend_with_bias("sdpa", stock, form, nn.Module(), heads, heads, heads, None, is_causal=True, **feature)
+    call = AttentionCall("sdpa", stock, None, (), {"is_causal": True} | feature)
+    attention_with(call, form, nn.Module(), heads, heads)(nn.Module(), heads, heads, heads)
     assert asked
     assert all(options.items() >= feature.items() for options in asked)
 

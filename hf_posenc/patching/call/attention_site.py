@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.backends import Attention
-from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
 from hf_posenc.errors import UnsupportedError
@@ -94,15 +93,6 @@ class LayerCall:
         part = state.shared(("part", start), lambda: state.part(start, length), length)
         hidden_states = self.hidden_states[:, start : self.next_token]
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)
-
-
-@dataclass(frozen=True)
-class KernelCall(AttentionCall):
-    """A call of the attention function with mapped queries and keys."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
 
 
 #: In older versions, compiled code deletes the attribute although it has never set it.
@@ -186,27 +176,21 @@ class AttentionSite(LogitSite):
 
     def _begin_on_grid(self, hidden_states: Tensor) -> LayerCall:
         """Starts a call of a layer of patches, `(tokens, hidden)` or `(batch, rows, columns, hidden)` among others."""
-        window = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else self.window
+        window = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
         if hidden_states.dim() == 2:
             hidden_states = hidden_states.unsqueeze(0)
         elif hidden_states.dim() == 4:
             # Only the input shows the sizes, and a map in place of the rotary function does not get it.
             self.may_only_rotate = False
             hidden_states = hidden_states.flatten(1, 2)
-        return LayerCall(self.grid_tokens(hidden_states.shape[1], window, hidden_states.device), hidden_states)
+        return LayerCall(self.state_for(hidden_states.shape[1], hidden_states.device, window), hidden_states)
 
-    def grid_tokens(self, length: int, window: tuple[int, ...] | None, device: torch.device) -> ForwardState:
-        """The positions of a layer's `length` tokens on the grid of the call, or in a window."""
-        state = self.runtime.state_for(length, device)
-        if not isinstance(state, GridState):
-            return state
-        return state.shared(("tokens", window), lambda: state.of_module(length, window), length)
-
-    def state_for(self, length: int, device: torch.device) -> ForwardState:
-        """The positions of a layer's `length` tokens."""
+    def state_for(self, length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
+        """The positions of a layer's `length` tokens. On a grid, these may be the tokens of a window of these sizes."""
         state = self.runtime.state_for(length, device)
         if isinstance(state, GridState):
-            return self.grid_tokens(length, self.window, device)
+            sizes = self.window if window is None else window
+            return state.shared(("tokens", sizes), lambda: state.of_module(length, sizes), length)
         if state.query_length != length:
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
         return state

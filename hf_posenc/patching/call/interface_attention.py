@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attend_with_bias, attention_with
+from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.scores import in_parts
@@ -26,7 +26,6 @@ from hf_posenc.patching.call.attention_site import (
     POSITION_BIAS,
     AttentionSite,
     CacheUpdateHook,
-    KernelCall,
     LayerCall,
     with_batch,
     without_batch,
@@ -247,12 +246,12 @@ class InterfaceAttention(Rebound, AttentionSite):
         call.writes_pages = paged
         if POSITION_BIAS in kwargs or kwargs.get("scaling") is None:
             attention_mask = self._complete(query, attention_mask, kwargs)
-        kernel = KernelCall(implementation or EAGER, function, attention_mask, args, kwargs, query, key, value)
+        kernel = AttentionCall(implementation or EAGER, function, attention_mask, args, kwargs)
         if split:
-            return attend_split(self, call, kernel)
+            return attend_split(self, call, kernel, query, key, value)
         if paged and self.encoding.reads_pages:
-            return attend_pages(self._attend, call, kernel)
-        output = self._attend(call, kernel)
+            return attend_pages(self._attend, call, kernel, query, key, value)
+        output = self._attend(call, kernel, query, key, value)
         if arguments and call.attention is not None and not (paged or self.runtime.layout.has_axes):
             checked = CheckedLayer.of(self, call, arguments, query, key)
             if checked is not None:
@@ -308,9 +307,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             return bias if mask is None else mask + bias
         return bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
 
-    def _attend(self, call: LayerCall, kernel: KernelCall) -> Any:
+    def _attend(self, call: LayerCall, kernel: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
-        attend, query, key, kwargs = kernel.function, kernel.query, kernel.key, kernel.kwargs
         flash = "flash" in kernel.name
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
@@ -319,7 +317,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.near_backend = kernel.name
         form = None
         if self.encoding.logit_bias is not None and (flash or not zero):
-            scaling = kwargs.get("scaling")
+            scaling = kernel.kwargs.get("scaling")
             factor = self.default_scaling if scaling is None else scaling
             heads = (query, key)
             if self.encoding.rotates_by_input:
@@ -330,15 +328,14 @@ class InterfaceAttention(Rebound, AttentionSite):
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)
         wide = self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1
-        if form is not None and not wide:
-            # Without the heads of this layer, because others may call it.
-            of_layers = AttentionCall(kernel.name, kernel.function, kernel.mask, kernel.args, kwargs)
-            call.form, call.attention = form, attention_with(of_layers, form, self.module, query, key)
-            return call.attention(self.module, query, key, kernel.value)
         if form is not None:
-            attend = functools.partial(attend_with_bias, kernel.name, attend, form)
-        arguments = (self.module, query, key, kernel.value, kernel.mask, *kernel.args)
-        return attend_with_wide_values(attend, *arguments, **kwargs) if wide else attend(*arguments, **kwargs)
+            attend = attention_with(kernel, form, self.module, query, key)
+            if wide:
+                return attend_with_wide_values(attend, self.module, query, key, value)
+            call.form, call.attention = form, attend
+            return attend(self.module, query, key, value)
+        attend = functools.partial(attend_with_wide_values, kernel.function) if wide else kernel.function
+        return attend(self.module, query, key, value, kernel.mask, *kernel.args, **kernel.kwargs)
 
     def _check(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Refuses another number of heads, and a call of a causal layer whose queries would see later keys.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -284,13 +286,8 @@ class LogitSite(PlacedForward):
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
             return SeparableForm(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
 
-        def compute(start: int, stop: int, key_count: int) -> Tensor:
-            own = keys.ids.index_select(-1, query_slots[start:stop])
-            with without_autocast(device):
-                per_head: Tensor = own_bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
-            return per_head.transpose(0, 1)
-
-        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
+        queries = keys.ids.index_select(-1, query_slots)
+        return form_of_places([own_bias], queries, keys.ids, self.encoding.num_heads)
 
     def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
         scale, bias = self.scale(state), self.encoding.logit_bias
@@ -378,6 +375,25 @@ class LogitSite(PlacedForward):
         if isinstance(first, int) and first > 0:
             require_window(state)
         return offset, first
+
+
+def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor, heads: int) -> RowsForm:
+    """The sum of distance biases, computed for every pair.
+
+    Args:
+        biases: the biases, on the device of the positions.
+        queries: `(batch or 1, query_len)`, the positions of the queries.
+        keys: `(batch or 1, key_len)`, those of the keys.
+        heads: number of heads.
+    """
+
+    def compute(start: int, stop: int, key_count: int) -> Tensor:
+        distance = keys[:, None, :key_count] - queries[:, start:stop, None]
+        with without_autocast(distance.device):
+            per_head: Tensor = functools.reduce(torch.add, (bias(distance) for bias in biases))
+        return per_head.transpose(0, 1)
+
+    return RowsForm(compute, queries.shape[-1], keys.shape[-1], heads)
 
 
 def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[Tensor, Tensor | None] | None:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.forwards import parameters_of
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.call.attention_site import KernelCall, LayerCall
+    from hf_posenc.patching.call.attention_site import LayerCall
 
 PREFIX = "paged|"
 EAGER = "eager"
@@ -189,24 +190,25 @@ def cut_heads(packed: Tensor, rows: slice | Tensor) -> Tensor:
     return packed[:, :, rows] if isinstance(rows, slice) else packed[0, :, rows].transpose(0, 1)
 
 
-def put(packed: Tensor, rows: slice | Tensor, values: Tensor) -> None:
-    """The inverse of `cut`."""
-    if isinstance(rows, slice):
-        packed[:, rows] = values
-    else:
-        packed[0, rows] = values
-
-
-def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall, kernel: KernelCall) -> Any:
+def attend_pages(
+    attend: Callable[[LayerCall, AttentionCall, Tensor, Tensor, Tensor], Any],
+    call: LayerCall,
+    kernel: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Any:
     """Computes the attention of all requests in one row, whose keys were read from their pages.
 
     Args:
         attend: computes the attention of one or more requests as of a call of their own.
         call: the call of the layer.
-        kernel: the call of the attention function, with the tokens of all requests.
+        kernel: the call of the attention function.
+        query: `(1, heads, new tokens, width)`, those of all requests.
+        key: `(1, key_value_heads, all keys, width)`.
+        value: `(1, key_value_heads, all keys, value_dim)`.
     """
-    features, (query, key, value) = call.key_features, (kernel.query, kernel.key, kernel.value)
-    mask, kwargs, length = kernel.mask, kernel.kwargs, key.shape[2]
+    features, mask, kwargs, length = call.key_features, kernel.mask, kernel.kwargs, key.shape[2]
     # Layers with the same mask share the groups.
     groups = call.state.shared("requests", lambda: _group(call.state, length, mask, kwargs), length, mask=mask)
     own_kwargs = {name: value for name, value in kwargs.items() if name not in _REQUEST_ARGUMENTS} | {"is_causal": True}
@@ -216,13 +218,8 @@ def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall
         own.key_features = None if features is None else cut_heads(features, requests.keys)
         if call.rotation is not None:
             own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
-        own_kernel = dataclasses.replace(
-            kernel,
-            query=cut_heads(query, requests.queries),
-            key=cut_heads(key, requests.keys),
-            value=cut_heads(value, requests.keys),
-            mask=requests.mask(kernel.name, mask, query.dtype),
-            kwargs=dict(own_kwargs),
-        )
-        put(output, requests.queries, attend(own, own_kernel)[0])
+        own_mask = requests.mask(kernel.name, mask, query.dtype)
+        own_kernel = dataclasses.replace(kernel, mask=own_mask, kwargs=dict(own_kwargs))
+        heads = cut_heads(query, requests.queries), cut_heads(key, requests.keys), cut_heads(value, requests.keys)
+        output[:, requests.queries] = attend(own, own_kernel, *heads)[0]
     return output, None
