@@ -50,10 +50,8 @@ from hf_posenc.attention.divided import DividedForm, divided_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import (
     BiasForm,
-    DistanceForm,
     FusedForm,
     RowsForm,
-    SeparableForm,
     has_shared_rows,
     mask_of_rows,
     masked_rows,
@@ -124,7 +122,8 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
             f"The attention backend {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
             'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
-    if name == "flex_attention" and query.device.type != "cpu" and not isinstance(form, SeparableForm):
+    of_keys = isinstance(form, FusedForm) and form.vector is None
+    if name == "flex_attention" and query.device.type != "cpu" and not of_keys:
         # A kernel with three stages, which torch chooses for some heads, has no room for two blocks of a bias.
         options = {"num_stages": 2} | (call.kwargs.get("kernel_options") or {})
         call = replace(call, kwargs=call.kwargs | {"kernel_options": options})
@@ -136,7 +135,7 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
         return functools.partial(_attend_in_math, call, form)
     if stock_sdpa and query.shape[2] > 1:
         return _sdpa_with(call, form, module, query, key)
-    if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
+    if stock_sdpa and not exporting() and isinstance(form, FusedForm) and form.terms is None:
         return _with_mask(call, merge_mask(call.mask, form.rows(), query.dtype))
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return functools.partial(_attend_dense, call, form)
@@ -228,7 +227,7 @@ def _with_mask(call: AttentionCall, mask: Tensor) -> Attention:
 
 def _is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, beyond short inputs."""
-    if not isinstance(form, DistanceForm) or form.requires_grad or not form.of_layers:
+    if not isinstance(form, FusedForm) or form.terms is not None or form.requires_grad or not form.of_layers:
         return False
     batch = 1 if mask is None else mask.shape[0]
     return batch * form.heads * query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].shared_numbers
@@ -277,7 +276,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
     short = query.shape[2] * key.shape[2] <= sizes.short_pairs
     as_matrix = short or shared
     unmasked = not as_matrix and causal and not query.is_cpu and folds(query)
-    if unmasked and isinstance(form, DistanceForm) and not form.requires_grad:
+    if unmasked and isinstance(form, FusedForm) and form.terms is None and not form.requires_grad:
         # A bias that is folded as a number per key needs no mask. Kernels without a mask are faster on this device.
         form = form.separable() or form
     if not as_matrix and not isinstance(form, RowsForm):
@@ -317,9 +316,9 @@ def _is_set(value: Any) -> bool:
 def _attend_folded(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    separable = form if isinstance(form, SeparableForm) else None
-    if isinstance(form, DistanceForm):
-        separable = form.separable()
+    separable = None
+    if isinstance(form, FusedForm):
+        separable = form if form.vector is None else form.separable()
     if separable is None or not _is_causal(module, call):
         raise UnsupportedError(
             f"The attention backend {call.name!r} does not support logit biases, and this one is not a number per key "
@@ -369,12 +368,11 @@ class LookUp:
     """
 
     def __init__(self, form: FusedForm, query_length: int) -> None:
-        vector, terms, query_slots = form.tensors
-        self.of_distances = None if vector is None else vector.contiguous()
+        self.of_distances = None if form.vector is None else form.vector.contiguous()
         self.of_keys = self.of_queries = None
-        if terms is not None and query_slots is not None:
-            self.of_keys = terms.contiguous()
-            self.of_queries = self.of_keys.index_select(-1, query_slots)
+        if form.terms is not None and form.query_slots is not None:
+            self.of_keys = form.terms.contiguous()
+            self.of_queries = self.of_keys.index_select(-1, form.query_slots)
         self.query_length = query_length
 
     def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
@@ -399,7 +397,7 @@ def _attend_in_math(*given: Any) -> Any:
 def _attend_dense(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    terms = query if isinstance(form, RowsForm) else form.tensors[1]
+    terms = query if isinstance(form, RowsForm) else form.terms
     batch = 1 if terms is None else terms.shape[0]
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     compiling = torch.compiler.is_compiling()

@@ -70,10 +70,8 @@ def fused_attention(
     """
     query, key, value = autocast_inputs(query, key, value)
     mask = fitting_mask(mask, query.shape[2], key.shape[2])
-    vector, terms, query_slots = form.tensors
-    if terms is not None:
-        terms = terms.expand(query.shape[0], -1, -1)
-    result: Tensor = _fused_attention(query, key, value, vector, terms, query_slots, mask, scaling, causal)
+    terms = None if form.terms is None else form.terms.expand(query.shape[0], -1, -1)
+    result: Tensor = _fused_attention(query, key, value, form.vector, terms, form.query_slots, mask, scaling, causal)
     empty = None if mask is None else rows_without_keys(mask)
     return result if empty is None else with_means(result, value, empty)
 

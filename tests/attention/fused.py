@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_posenc.attention import block_attention
 from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.block_attention import AttentionCall
-from hf_posenc.attention.forms import BiasForm, DistanceForm, SeparableForm
+from hf_posenc.attention.forms import BiasForm, FusedForm
 from hf_posenc.attention.fused_attention import fused_attention
 
 
@@ -44,7 +44,7 @@ def masks_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
-    form = DistanceForm(vector, query.shape[2], key.shape[2])
+    form = FusedForm(vector, query.shape[2], key.shape[2])
     return fused_attention(query, key, value, form, mask, scaling, causal)
 
 
@@ -58,7 +58,7 @@ def separable_attention(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    return fused_attention(query, key, value, SeparableForm(terms, query_slots), mask, scaling, causal)
+    return fused_attention(query, key, value, FusedForm.of_keys(terms, query_slots), mask, scaling, causal)
 
 
 def flash_kernel(visible: Callable[[int, int, Any], Tensor]) -> Callable[..., Any]:

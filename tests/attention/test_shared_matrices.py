@@ -17,7 +17,7 @@ from hf_posenc import ComposedConfig
 from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.block_attention import AttentionCall
-from hf_posenc.attention.forms import DistanceForm, RowsForm
+from hf_posenc.attention.forms import FusedForm, RowsForm
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from tests.matrix.running import patched, tokens
 
@@ -154,7 +154,7 @@ def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.Monke
     places = torch.arange(6)
     bias = vector[:, places - places[:, None] + 5].masked_fill(places > places[:, None], -torch.inf)
     plain = scaled_dot_product_attention(query, key, value, attn_mask=bias[None], scale=0.3).transpose(1, 2)
-    form = DistanceForm(vector, 6, 6)
+    form = FusedForm(vector, 6, 6)
     found = attended(form, query, key, value, scaling=0.3, is_causal=True)
     gradients = [torch.autograd.grad(output.square().sum(), vector)[0] for output in (found, plain)]
     assert gradients[1].abs().max() > 1e-2
@@ -173,7 +173,7 @@ def test_features_of_stock_attention_are_left_to_it(feature: dict[str, Any]) -> 
 
     stock.__module__ = sdpa_attention_forward.__module__
     heads = torch.ones(1, 2, 6, 4)
-    form = DistanceForm(torch.zeros(2, 11), 6, 6)
+    form = FusedForm(torch.zeros(2, 11), 6, 6)
     call = AttentionCall("sdpa", stock, None, (), {"is_causal": True} | feature)
     attention_with(call, form, nn.Module(), heads, heads)(nn.Module(), heads, heads, heads)
     assert asked

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posenc.attention.backends import Attention, MatrixAttention, MatrixKernel, is_stock_sdpa
 from hf_posenc.attention.block_attention import for_kernel
 from hf_posenc.attention.blockwise import SIZES
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
 from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SeparableBias
@@ -90,7 +90,7 @@ class CheckedLayer:
             learned,
             kernel,
             has_rows,
-            isinstance(call.form, DistanceForm),
+            isinstance(call.form, FusedForm) and call.form.terms is None,
             None if pairs is None else (pairs.query_slots, pairs.keys, pairs.scaling),
         )
 
@@ -172,7 +172,7 @@ class CheckedLayer:
         inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
         if isinstance(own, SeparableBias) and own.separable:
-            return SeparableForm(own.key_terms(pairs), slots).rows()
+            return FusedForm.of_keys(own.key_terms(pairs), slots).rows()
         if own.reads_content:
             return cast("Tensor", own(pairs))
         return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
+from hf_posenc.attention.forms import MOST_MATRICES, FusedForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
@@ -439,6 +439,6 @@ def split_axes(
 
 
 def _requires_grad(value: Any) -> bool:
-    if isinstance(value, Tensor | DistanceForm):
+    if isinstance(value, Tensor | FusedForm):
         return value.requires_grad
     return isinstance(value, tuple) and any(_requires_grad(item) for item in value)

@@ -14,9 +14,8 @@ from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.divided import DividedForm
 from hf_posenc.attention.forms import (
     BiasForm,
-    DistanceForm,
+    FusedForm,
     RowsForm,
-    SeparableForm,
     distance_form,
     first_key_slot,
     sum_of_forms,
@@ -257,9 +256,9 @@ class LogitSite(PlacedForward):
             restarts = mask is None and query.shape[0] == 1
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
-        def compute() -> DistanceForm:
+        def compute() -> FusedForm:
             row = kept_row(bias, state, key_length) if query_length == 1 else None
-            form = row and DistanceForm(row[0][0, :, 0], 1, key_length, row[1])
+            form = row and FusedForm(row[0][0, :, 0], 1, key_length, row[1])
             form = form or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
                 form = dataclasses.replace(form, of_layers=state.may_be_of_layers())
@@ -284,7 +283,7 @@ class LogitSite(PlacedForward):
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
-            return SeparableForm(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
+            return FusedForm.of_keys(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
 
         queries = keys.ids.index_select(-1, query_slots)
         return form_of_places([own_bias], queries, keys.ids, self.encoding.num_heads)
@@ -419,15 +418,14 @@ def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[
 
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) -> BiasForm:
-    bias = state.own(part)
+    bias, key_length = state.own(part), pairs.key.shape[-2]
     if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
             terms = bias.key_terms(pairs)
         if terms.ndim != 3:
             raise wrong_shape(bias, terms, "(batch or 1, heads, key_len)")
-        return SeparableForm(terms, pairs.query_slots)
+        return FusedForm(None, pairs.query.shape[-2], key_length, terms=terms, query_slots=pairs.query_slots)
 
-    key_length = pairs.key.shape[-2]
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
     repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
 
