@@ -296,7 +296,8 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         return by_blocks
 
     def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        if not form.is_fused(query, value):
+        if not query.is_cpu or query.shape[-1] != value.shape[-1] or torch.is_grad_enabled():
+            # The kernel needs values as wide as keys, and has no gradient.
             return by_blocks(module, query, key, value)
         return divided_attention(query, key, value, form.other, call.scaling(query)), None
 

@@ -28,10 +28,6 @@ class DividedForm(RowsForm):
 
     other: OtherHeads
 
-    def is_fused(self, query: Tensor, value: Tensor) -> bool:
-        """Whether `divided_attention` computes a call: the kernel needs values as wide as keys, and has no gradient."""
-        return query.is_cpu and query.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
-
 
 def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHeads, scaling: float) -> Tensor:
     """Causal attention of all tokens of a text on a CPU, without gradients.

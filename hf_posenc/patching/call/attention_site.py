@@ -18,14 +18,13 @@ from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
-from hf_posenc.patching.call.cache import QUANTISED_LAYER
+from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
 from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.outside_stack import state_of_layer
-from hf_posenc.patching.call.paged_requests import heads_first
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.positions import AttentionPairs
@@ -72,10 +71,6 @@ class LayerCall:
     form: BiasForm | None = None
     attention: Attention | None = None
     next_token: int = 0
-
-    def of_tokens(self, state: ForwardState, hidden_states: Tensor) -> LayerCall:
-        """A call of some of the tokens, whose attention is computed by itself."""
-        return LayerCall(state, hidden_states)
 
     def of_next(self, length: int) -> LayerCall:
         """The call for the next `length` tokens, if the layer computes attention for one part of its tokens at a time.
@@ -143,6 +138,8 @@ class AttentionSite(LogitSite):
     #: Sizes of the windows of patches in which the module works, `(rows, columns)`, if it states them.
     window: tuple[int, ...] | None = None
 
+    #: Whether keys may be cached that a map has widened. Otherwise all keys are mapped again in every call.
+    caches_wide_keys = True
     #: Whether replacing the rotary function may be the only change of a call, if it is for the scheme.
     may_only_rotate = False
     #: Whether a call has confirmed that the module leaves queries unchanged after rotating them.
@@ -345,10 +342,6 @@ class AttentionSite(LogitSite):
                 "left-padded batch."
             )
 
-    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
-        """Whether mapped keys may be cached; otherwise all keys are mapped again in every call."""
-        return True
-
     def _map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
         """Maps keys before they enter the cache, unless they are mapped already or are not yet complete keys.
 
@@ -356,7 +349,9 @@ class AttentionSite(LogitSite):
         mapped after the cache, all of them in every call.
         """
         query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations or call.writes_pages or not self.caches_mapped(query_key_map):
+        if query_key_map is None or call.rotations or call.writes_pages:
+            return key
+        if self.encoding.widens_heads and not self.caches_wide_keys:
             return key
         whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:

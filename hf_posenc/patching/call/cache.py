@@ -179,6 +179,11 @@ def is_cache(value: Any) -> bool:
     return counts or isinstance(value, PagedAttentionCache)
 
 
+def heads_first(read: Tensor) -> Tensor:
+    """What a cache has read, `(1, key_value_heads, all keys, width)`. With 5.17 it is `(all keys, heads, width)`."""
+    return read.transpose(0, 1).unsqueeze(0) if read.dim() == 3 else read
+
+
 def states_positions(cache: Any) -> bool:
     """Whether a cache states the positions of its keys, because it may have dropped some (`evicting_cache`)."""
     keeper = getattr(cache, "self_attention_cache", cache)
@@ -245,13 +250,9 @@ class Generation:
     """
 
     def __init__(self) -> None:
-        #: The ids of the caches that it has filled.
+        #: The ids of the caches that it has filled, which therefore hold nothing else.
         self.caches: set[int] = set()
         self._differs: dict[torch.device, Tensor] = {}
-
-    def has_filled(self, cache: Any) -> bool:
-        """Whether it has filled a cache, which therefore holds nothing else."""
-        return id(cache) in self.caches
 
     def compare(self, differs: Tensor) -> None:
         """Keeps a 0-dim bool: whether a step had other positions, or a mask that hides a new token."""
@@ -425,7 +426,7 @@ def matches_keys(cache: Any) -> bool:
         return False
     seen = _seen(cache)
     generation = GENERATION.get()
-    if generation is not None and known.ids is None and generation.has_filled(keeper):
+    if generation is not None and known.ids is None and id(keeper) in generation.caches:
         # Beams of one prompt have the same mask, so it does not matter how `generate` has reordered them.
         followed: CachedPositions | None = dataclasses.replace(known, keys=seen, mask=None, by_next_mask=True)
     else:

@@ -38,8 +38,6 @@ class CheckedLayer:
 
     Args:
         arguments: the arguments of its attention function.
-        device: the device of the layer.
-        rotations: of its `LayerCall`.
         identity: of its `LayerEncoding`.
         attention: its attention with the bias, for layers with the same parts; `None` if others cannot use it.
         learned: whether this holds a learned bias.
@@ -53,8 +51,6 @@ class CheckedLayer:
     """
 
     arguments: Arguments
-    device: torch.device | None
-    rotations: int
     identity: tuple[Any, ...]
     attention: Attention | None
     learned: bool
@@ -83,8 +79,6 @@ class CheckedLayer:
             return None
         return cls(
             arguments,
-            call.state.device,
-            call.rotations,
             encoding.identity,
             call.attention if shares else None,
             learned,
@@ -116,8 +110,6 @@ class CheckedLayer:
         Returns:
             `None` if the layer has to check its call.
         """
-        if call.state.device != self.device or call.rotations != self.rotations:
-            return None
         try:
             if arguments != self.arguments:
                 return None
@@ -172,7 +164,7 @@ class CheckedLayer:
         inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
         if isinstance(own, SeparableBias) and own.separable:
-            return FusedForm.of_keys(own.key_terms(pairs), slots).rows()
+            return FusedForm(None, *lengths, terms=own.key_terms(pairs), query_slots=slots).rows()
         if own.reads_content:
             return cast("Tensor", own(pairs))
         return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)

@@ -223,7 +223,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         call.attended = True
         arguments: tuple[Any, ...] = ()
         if self.encoding.checked_with is not None and not args:
-            arguments = self._arguments(implementation, function, query, key, attention_mask, kwargs)
+            arguments = self._arguments(call, implementation, function, query, key, attention_mask, kwargs)
             checked = call.state.scratch.get(self.encoding.checked_with)
             output = None if checked is None else checked.attend(self, call, arguments, query, key, value)
             if output is not None:
@@ -273,6 +273,7 @@ class InterfaceAttention(Rebound, AttentionSite):
 
     def _arguments(
         self,
+        call: LayerCall,
         implementation: str | None,
         function: Callable[..., Any],
         query: Tensor,
@@ -281,7 +282,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
         """All that decides how attention is computed, except the numbers and the parts of the scheme."""
-        settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), query.dtype, query.shape, key.shape)
+        shapes = (query.dtype, query.shape, key.shape, query.device, call.rotations)
+        settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), *shapes)
         causal = getattr(self.module, "is_causal", None)
         if torch.compiler.is_compiling():
             # Tensors and functions cannot be compared in a graph.

@@ -233,7 +233,7 @@ def _goes_on(state: ForwardState) -> bool:
     generation = None if torch.compiler.is_compiling() else GENERATION.get()
     if generation is None or state.cache_changed or not isinstance(state.offset, int):
         return False
-    if not generation.has_filled(self_attention_cache(state.cache_object)):
+    if id(self_attention_cache(state.cache_object)) not in generation.caches:
         return False
     mask = _usable_mask(state)
     if mask is not None:

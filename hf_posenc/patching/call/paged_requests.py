@@ -13,18 +13,17 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import LayerCall
+from hf_posenc.patching.call.cache import heads_first
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.forwards import parameters_of
-
-if TYPE_CHECKING:
-    from hf_posenc.patching.call.attention_site import LayerCall
 
 PREFIX = "paged|"
 EAGER = "eager"
@@ -122,11 +121,6 @@ def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -
     return heads_first(keys), heads_first(values)
 
 
-def heads_first(read: Tensor) -> Tensor:
-    """What a cache has read, `(1, key_value_heads, all keys, width)`. With 5.17 it is `(all keys, heads, width)`."""
-    return read.transpose(0, 1).unsqueeze(0) if read.dim() == 3 else read
-
-
 def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
     """Splits the requests of a call into groups.
 
@@ -176,17 +170,8 @@ def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
     return Requests(state, queries, keys.where(real, first), None if bool(real.all()) else real)
 
 
-def cut(packed: Tensor, rows: slice | Tensor) -> Tensor:
-    """Selects some requests from the packed row.
-
-    Returns:
-        `(requests, length, ...)`.
-    """
-    return packed[:, rows] if isinstance(rows, slice) else packed[0, rows]
-
-
 def cut_heads(packed: Tensor, rows: slice | Tensor) -> Tensor:
-    """Same as `cut` for `(1, heads, all tokens, width)`; returns `(requests, heads, length, width)`."""
+    """Selects some requests, `(requests, heads, length, width)`, from the packed row `(1, heads, tokens, width)`."""
     return packed[:, :, rows] if isinstance(rows, slice) else packed[0, :, rows].transpose(0, 1)
 
 
@@ -214,7 +199,8 @@ def attend_pages(
     own_kwargs = {name: value for name, value in kwargs.items() if name not in _REQUEST_ARGUMENTS} | {"is_causal": True}
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     for requests in groups:
-        own = call.of_tokens(requests.state, cut(call.hidden_states, requests.queries))
+        hidden_states = cut_heads(call.hidden_states.unsqueeze(1), requests.queries).squeeze(1)
+        own = LayerCall(requests.state, hidden_states)
         own.key_features = None if features is None else cut_heads(features, requests.keys)
         if call.rotation is not None:
             own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))

@@ -16,7 +16,6 @@ from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
-from hf_posenc.schemes.parts import QueryKeyMap
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -28,6 +27,9 @@ class ScoresAttention(AttentionSite):
     If the module calls a rotary function, queries and keys are mapped there, before the cache. Otherwise keys are
     mapped when the cache is updated, and queries when they are multiplied with the keys.
     """
+
+    #: These modules reshape cached keys to their original width.
+    caches_wide_keys = False
 
     def __init__(
         self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, bias_arguments: tuple[str, ...]
@@ -133,10 +135,6 @@ class ScoresAttention(AttentionSite):
         silenced = name in self.bias_arguments and isinstance(value, Tensor)
         # One number, which fits any scores: some models build a bias for their native length.
         return value.new_zeros((1,) * value.dim()) if silenced else value
-
-    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
-        """False for wider heads: these modules reshape cached keys to their original width."""
-        return query_key_map.width_factor == 1
 
     def _rebind(self, forward: types.FunctionType, call: LayerCall) -> types.FunctionType:
         names = rotary_names(forward)

@@ -24,13 +24,13 @@ from hf_posenc.attention.backends import attention_without_mask
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import LayerCall
 from hf_posenc.patching.call.cache import CachedPositions, record, self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.key_positions import visible_pairs
 from hf_posenc.schemes.refusals import CONTEXT_PARALLELISM
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.call.attention_site import LayerCall
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
     from hf_posenc.patching.call.runtime import StackRuntime
 
@@ -297,7 +297,7 @@ def attend_split(
     outputs = []
     for run in sequence.runs:
         seen = run.stop if encoding.causal else key.shape[2]
-        own = call.of_tokens(run.state, call.hidden_states[:, run.queries])
+        own = LayerCall(run.state, call.hidden_states[:, run.queries])
         own.key_features = None if features is None else features[:, :, :seen]
         heads = query[:, :, run.queries], key[:, :, :seen]
         form = site.bias(own, *heads, factor, *site.factors_before(factor))
