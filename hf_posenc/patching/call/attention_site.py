@@ -187,7 +187,7 @@ class AttentionSite(LogitSite):
         state = self.runtime.state_for(length, device)
         if isinstance(state, GridState):
             sizes = self.window if window is None else window
-            return state.shared(("tokens", sizes), lambda: state.of_module(length, sizes), length)
+            return state.shared(("tokens", sizes), lambda: state.by_slots(length, sizes), length)
         if state.query_length != length:
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
         return state
@@ -251,12 +251,11 @@ class AttentionSite(LogitSite):
         """Applies the map to a query and a key, or to a single tensor, in place of the rotary function."""
         query_key_map, for_query = self.prepared(state, first)
         for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)[1]
-        if time_axis == 2 and second is not None:
-            return query_key_map.map_query(first, for_query), query_key_map.map_key(second, for_key)
-        first = mapped(query_key_map.map_query, first, for_query, time_axis)
-        if second is not None:
-            second = mapped(query_key_map.map_key, second, for_key, time_axis)
-        return first, second
+        if time_axis != 2:
+            first, second = with_heads_first(first, second)
+        first = query_key_map.map_query(first, for_query)
+        second = None if second is None else query_key_map.map_key(second, for_key)
+        return (first, second) if time_axis == 2 else with_heads_first(first, second)
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
         """Whether the map can run in place of the rotary function; otherwise it is applied to whole heads later."""
@@ -447,9 +446,6 @@ def without_batch(tensors: Any) -> Any:
     return tuple(one.squeeze(0) for one in tensors) if isinstance(tensors, tuple) else tensors.squeeze(0)
 
 
-def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:
-    """Applies `map_query` or `map_key` to a tensor whose token axis is 1 or 2."""
-    if time_axis == 2:
-        result: Tensor = map_one(tensor, phases)
-        return result
-    return map_one(tensor.transpose(1, 2), phases).transpose(1, 2)
+def with_heads_first(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Exchanges the axes of tokens and heads."""
+    return first.transpose(1, 2), None if second is None else second.transpose(1, 2)

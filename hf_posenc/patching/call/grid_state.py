@@ -188,12 +188,8 @@ class GridState(ForwardState):
         assert self.grid is not None
         return prefix_rows + math.prod(self.grid) + self.suffix_tokens
 
-    def by_slots(self, length: int) -> ForwardState:
-        """The state of a module with `length` tokens: those of the grid, and others without a place around them."""
-        return self.of_module(length, None)
-
-    def of_module(self, length: int, window: Sizes | None) -> GridTokens:
-        """The state of a module with `length` tokens.
+    def by_slots(self, length: int, window: Sizes | None = None) -> GridTokens:
+        """The state of a module with `length` tokens: those of the grid, and others without a place around them.
 
         Args:
             length: number of tokens.

@@ -326,7 +326,7 @@ class InterfaceAttention(Rebound, AttentionSite):
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self.factors_before(factor))
-                form = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
+                form = self.bias(call, *heads, factors, kernel.mask, flash, self.encoding.rotates_by_input)
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)
         wide = self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1

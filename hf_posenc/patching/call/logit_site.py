@@ -20,6 +20,7 @@ from hf_posenc.attention.forms import (
     first_key_slot,
     sum_of_forms,
 )
+from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
 
 
+#: Of `query . key`, of the query and of the key.
+Factors = tuple[Factor, Factor, Factor]
 _UNEVEN = (
     "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
     "a compiled graph uses the distances between slots. Run this call without torch.compile."
@@ -110,9 +113,7 @@ class LogitSite(PlacedForward):
         call: LayerCall,
         query: Tensor,
         key: Tensor,
-        scaling: float | Tensor,
-        query_factor: float | Tensor = 1.0,
-        key_factor: float | Tensor = 1.0,
+        factors: Factors,
         mask: Any = None,
         folds: bool = False,
         rotated: bool = False,
@@ -123,9 +124,8 @@ class LogitSite(PlacedForward):
             call: the call in progress.
             query: `(batch, heads, query_len, width)`, mapped, before the scale.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
-            scaling: the layer's factor of `query . key`; a tensor that fits the logits if heads differ.
-            query_factor: what the layer has already multiplied `query` with.
-            key_factor: what it has already multiplied `key` with.
+            factors: the layer's factor of `query . key`, and what it has already multiplied `query` and `key` with. A
+                factor is a tensor that fits the logits if heads differ.
             mask: the mask passed to the attention function, if known.
             folds: whether the attention function takes no bias but one that is folded into queries and keys.
             rotated: whether the attention function receives the heads that `rotated_by_input` returns, so that these
@@ -146,7 +146,7 @@ class LogitSite(PlacedForward):
                 continue
             if not pairs:
                 check_cache(bias, state)
-                call.pairs = whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
+                call.pairs = whole = self._pairs(call, query, key, factors)
                 pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, state, pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
@@ -168,7 +168,7 @@ class LogitSite(PlacedForward):
             with without_autocast(query.device):
                 return apply_rotation(query, call.rotation, rotation.layout), key
         # Rotated heads are multiplied by the layer itself, with its own factor.
-        pairs = self._pairs(call, query, key, scaling=1.0)
+        pairs = self._pairs(call, query, key, (1.0, 1.0, 1.0))
         check_heads(self.encoding.num_heads, query.shape[1])
         summands = self.encoding.summands
         for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
@@ -300,15 +300,7 @@ class LogitSite(PlacedForward):
 
         return RowsForm(compute, query.shape[-2], key_length, form.heads)
 
-    def _pairs(
-        self,
-        call: LayerCall,
-        query: Tensor,
-        key: Tensor,
-        scaling: float | Tensor,
-        query_factor: float | Tensor = 1.0,
-        key_factor: float | Tensor = 1.0,
-    ) -> AttentionPairs:
+    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
         self.find_features(call, query_length, key_length)
         if state.dropped:
@@ -321,17 +313,9 @@ class LogitSite(PlacedForward):
         assert self.encoding.logit_bias is not None
         if state.coordinates is not None:
             refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
-        return AttentionPairs(
-            query=query,
-            key=key,
-            query_slots=query_slots,
-            keys=keys,
-            scaling=scaling,
-            query_factor=query_factor,
-            key_factor=key_factor,
-            hidden_states=call.hidden_states,
-            key_features=call.key_features,
-        )
+        scaling, *of_heads = factors
+        inputs = (call.hidden_states, call.key_features, *of_heads)
+        return AttentionPairs(query, key, query_slots, keys, scaling, *inputs)
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
         """Refuses a cache that has dropped its oldest keys."""

@@ -85,8 +85,9 @@ class ScoresAttention(AttentionSite):
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
         def bias(scaling: Factor, query_factor: Factor, key_factor: Factor) -> Tensor:
+            factors = scaling, query_factor, key_factor
             rotated = self.encoding.rotates_by_input
-            return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).rows()
+            return self.bias(call, *seen[0], factors, rotated=rotated).rows()
 
         mode = ScoresMode(
             type(self.module).__name__,

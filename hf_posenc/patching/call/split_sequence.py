@@ -300,7 +300,7 @@ def attend_split(
         own = LayerCall(run.state, call.hidden_states[:, run.queries])
         own.key_features = None if features is None else features[:, :, :seen]
         heads = query[:, :, run.queries], key[:, :, :seen]
-        form = site.bias(own, *heads, factor, *site.factors_before(factor))
+        form = site.bias(own, *heads, (factor, *site.factors_before(factor)))
         if encoding.causal:
             form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
         scaled = heads[0] if encoding.logit_scale is None else site.scaled(run.state, heads[0])
