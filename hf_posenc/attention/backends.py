@@ -317,16 +317,17 @@ def _is_set(value: Any) -> bool:
 def _attend_folded(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    separable = None
+    terms = query_slots = None
     if isinstance(form, FusedForm):
-        separable = form if form.vector is None else form.separable()
-    if separable is None or not _is_causal(module, call):
+        of_keys = form if form.vector is None else form.separable()
+        terms, query_slots = (None, None) if of_keys is None else (of_keys.terms, of_keys.query_slots)
+    if terms is None or query_slots is None or not _is_causal(module, call):
         raise UnsupportedError(
             f"The attention backend {call.name!r} does not support logit biases, and this one is not a number per key "
             'that could be folded into queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" '
             'or "eager".'
         )
-    if separable.terms.requires_grad and torch.is_grad_enabled():
+    if terms.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"The attention backend {call.name!r} would round the gradient of this learned bias to the dtype of the "
             'keys, which makes it useless. Train with model.set_attn_implementation("sdpa"). Without gradients, this '
@@ -339,7 +340,7 @@ def _attend_folded(
         )
     scaling = call.scaling(query)
     query, key, value = autocast_inputs(query, key, value)
-    query, key, scaling = fold(query, key, separable.terms, separable.query_slots, scaling)
+    query, key, scaling = fold(query, key, terms, query_slots, scaling)
     kwargs = call.kwargs | {"scaling": scaling}
     return attend_with_wide_values(call.function, module, query, key, value, call.mask, *call.args, **kwargs)
 

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: Minimum number of rows of a forward block if only the keys in a window are needed.
-_WINDOW_ROWS = 320
-
 
 class Sizes(NamedTuple):
     """Sizes of the blocks of attention with a bias. The defaults suit the caches of a CPU (an AMD EPYC, an Intel Xeon).
@@ -184,14 +181,6 @@ def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Ten
             "(batch or 1, heads or 1, queries or 1, keys or 1)."
         )
     return mask
-
-
-def rows_of_window_blocks() -> int:
-    """Returns the rows of a forward block if only the keys in a window are needed.
-
-    Such a block has few heads, so its rows are chosen to give each thread a tile of 64 rows.
-    """
-    return max(_WINDOW_ROWS, 64 * torch.get_num_threads())
 
 
 def blockwise_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: BlockBias, rows: int) -> Tensor:

@@ -271,11 +271,12 @@ def masked_rows(
         seen: the number of keys.
         query: `(batch, heads, query_len, head_dim)`. Only its dtype and device matter.
     """
-    vector = form.vector if isinstance(form, FusedForm) and form.terms is None and not query.is_cpu else None
-    converts = vector is not None and not vector.requires_grad
-    if vector is not None and converts and (mask is None or mask.dtype == torch.bool):
-        # Converted before there is a number for every pair. The sum with an additive mask may be too small for float16.
-        form = replace(form, vector=for_kernel(vector, query))
+    converts = False
+    if not query.is_cpu and isinstance(form, FusedForm) and form.vector is not None and form.terms is None:
+        converts = not form.vector.requires_grad
+        if converts and (mask is None or mask.dtype == torch.bool):
+            # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
+            form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
     own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
     bias = with_mask(bias, own)

@@ -36,12 +36,13 @@ from hf_posenc.attention.blockwise import (
     blockwise_backward,
     blockwise_forward,
     fitting_mask,
-    rows_of_window_blocks,
 )
 from hf_posenc.attention.folding import fold, of_one_width
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.windows import call_of, windows_of
 
+#: Minimum number of rows of a forward block if only the keys in a window are needed.
+_WINDOW_ROWS = 320
 #: Up to this many queries, a number per key is faster on a CPU in blocks than in wider heads.
 _SHORT = 1024
 #: Queries from which on blocks of a distance bias may be larger.
@@ -91,7 +92,8 @@ def _fused_attention(
     windows = windows_of(call_of(query, key, value, mask, scaling, causal), vector, terms)
     query_length, sizes = query.shape[2], SIZES[query.is_cpu]
     if windows is not None:
-        rows = rows_of_window_blocks()
+        # Such a block has few heads, so each thread gets a tile of 64 rows.
+        rows = max(_WINDOW_ROWS, 64 * torch.get_num_threads())
     elif terms is None:
         rows = sizes.distance_rows if query_length < _LONG else sizes.long_distance_rows
     elif vector is not None or not folds(query):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.attention import blockwise, windows
+from hf_posenc.attention import windows
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.fused_attention import fused_attention
 from hf_posenc.attention.windows import Windows, call_of, windows_of
@@ -29,7 +29,7 @@ SLOPES = torch.tensor([4.0, 1.0, 0.25, 0.0])
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "SHORTEST", 8)
     monkeypatch.setattr(windows, "_TILE", 8)
-    monkeypatch.setattr(blockwise, "_WINDOW_ROWS", 32)
+    monkeypatch.setattr("hf_posenc.attention.fused_attention._WINDOW_ROWS", 32)
     set_sizes(monkeypatch, backward_rows=24)
 
 

@@ -85,7 +85,11 @@ class LayerCall:
         start, self.next_token = self.next_token, self.next_token + length
         if self.next_token > state.query_length:
             return self
-        part = state.shared(("part", start), lambda: state.part(start, length), length)
+
+        def find() -> GridTokens:
+            return state.in_order(torch.arange(start, start + length, device=state.device))
+
+        part = state.shared(("part", start), find, length)
         hidden_states = self.hidden_states[:, start : self.next_token]
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)
 
@@ -188,9 +192,9 @@ class AttentionSite(LogitSite):
         if isinstance(state, GridState):
             sizes = self.window if window is None else window
             return state.shared(("tokens", sizes), lambda: state.by_slots(length, sizes), length)
-        if state.query_length != length:
-            state = state.shared("own tokens", lambda: state.by_slots(length), length)
-        return state
+        if state.query_length == length:
+            return state
+        return state.shared("own tokens", lambda: state.by_slots(length), length)
 
     @property
     def intercepts_cache_update(self) -> bool:

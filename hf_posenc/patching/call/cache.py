@@ -346,7 +346,7 @@ class SeenKeys:
         self.length = length
         self.window = window
         self._each = [
-            (_gone if one is None else weakref.ref(one), None if late else _writes(one))
+            ((lambda: None) if one is None else weakref.ref(one), None if late else _writes(one))
             for one, late in zip(keys, written, strict=True)
         ]
 
@@ -478,10 +478,6 @@ def _seen(cache: Any) -> SeenKeys | None:
     length = last.get_seq_length()
     window = getattr(last, "sliding_window", 0) if getattr(last, "is_sliding", False) else 0
     return SeenKeys(keys, length if isinstance(length, int) else None, window, keys[-1], [False] * len(keys))
-
-
-def _gone() -> None:
-    """Takes the place of a reference to keys that no longer exist."""
 
 
 def _keys(cache: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ Keys are mapped before they enter the cross-attention cache, which is filled in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
 from hf_posenc.patching.call.logit_site import check_heads, form_of_places
 from hf_posenc.patching.call.paged_requests import EAGER
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
+from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class CrossAttention(Rebound):
                 "would be added to. Choose a rotation, or leave cross-attention as it is."
             )
         keys = encoder_positions(state, key.shape[2], state.device)
-        summands = [state.own(summand) for summand in self.encoding.summands]
+        summands = [state.own(cast("DistanceBias", summand)) for summand in self.encoding.summands]
         form = form_of_places(summands, state.positions().ids, keys.ids, self.encoding.num_heads)
         check_heads(form.heads, query.shape[1])
         given = AttentionCall(implementation or EAGER, function, mask, args, kwargs)

@@ -266,10 +266,6 @@ class GridTokens(ForwardState):
                 "choose layers with `layers=`."
             )
 
-    def part(self, start: int, length: int) -> GridTokens:
-        """The positions of `length` of the tokens."""
-        return self.in_order(torch.arange(start, start + length, device=self.device))
-
     def in_order(self, numbers: Tensor) -> GridTokens:
         """The positions of the tokens in the order of their numbers, `(length,)`."""
         found = selected(self.positions(), numbers.unsqueeze(0), self.memo)

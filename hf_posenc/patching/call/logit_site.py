@@ -313,9 +313,8 @@ class LogitSite(PlacedForward):
         assert self.encoding.logit_bias is not None
         if state.coordinates is not None:
             refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
-        scaling, *of_heads = factors
-        inputs = (call.hidden_states, call.key_features, *of_heads)
-        return AttentionPairs(query, key, query_slots, keys, scaling, *inputs)
+        inputs = (call.hidden_states, call.key_features)
+        return AttentionPairs(query, key, query_slots, keys, factors[0], *inputs, *factors[1:])
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
         """Refuses a cache that has dropped its oldest keys."""
