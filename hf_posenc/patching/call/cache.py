@@ -319,8 +319,10 @@ class CachedPositions:
     even: bool | None = None
     evicted: bool = False
 
-    def counted(self, slots: Tensor) -> Tensor:
-        """`(batch or 1, slots)`: the positions implied when the tokens in these slots were cached; -1 at padding."""
+    def at(self, slots: Tensor) -> Tensor:
+        """`(batch or 1, slots)`: the positions of the tokens in these slots; -1 at padding."""
+        if self.ids is not None:
+            return self.ids.to(slots.device).index_select(1, slots.clamp(max=self.ids.shape[1] - 1))
         if self.mask is None:
             return slots.unsqueeze(0)
         counted = counted_tokens(self.mask.to(slots.device))

@@ -223,7 +223,7 @@ def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
     assert state.offset is not None
     slots = torch.arange(int(state.offset), device=state.device)
     if known is not None and not known.by_next_mask and int(known.length) >= len(slots):
-        cached = known.counted(slots) if known.ids is None else known.ids
+        cached = known.at(slots)
     else:
         cached = slots.unsqueeze(0) if mask is None else counted_tokens(mask)
     before, after = cached[:, : len(slots)].amax(-1) + 1, state.positions().lengths.squeeze(-1)

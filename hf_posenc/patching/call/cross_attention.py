@@ -15,7 +15,7 @@ from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import CacheUpdateHook, LayerCall
-from hf_posenc.patching.call.cache import counted_tokens, first_cache
+from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
 from hf_posenc.patching.call.logit_site import check_heads, form_of_places
@@ -146,14 +146,11 @@ def encoder_positions(state: ForwardState, length: int, device: torch.device | N
     mask = state.encoder_mask
 
     def compute() -> Positions:
-        if mask is None:
-            ids = torch.arange(length, device=device).unsqueeze(0)
-            return Positions(ids, ids.new_full((1, 1), length)).bounded(length)
-        if mask.dim() != 2 or mask.shape[1] != length:
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != length):
             raise UnsupportedError(
                 f"The encoder's mask has the shape {tuple(mask.shape)}, and cross-attention has {length} keys, whose "
                 "positions are therefore unknown. Pass a mask (batch, keys) with 1 for real tokens."
             )
-        return Positions(counted_tokens(mask), mask.bool().to(torch.int64).sum(-1, keepdim=True)).bounded(length)
+        return ForwardState(length, attention_mask=mask, device=device).positions()
 
     return state.shared("encoder positions", compute, length)

@@ -236,7 +236,6 @@ class GridTokens(ForwardState):
         suffix_tokens: number of tokens without a place after the patches; the others are before them.
         given: the positions, if the tokens are not those of one grid in raster order.
         numbered: as in `GridState`.
-        attended: number of tokens whose attention was computed, in a module that does so for one part at a time.
     """
 
     grid: Sizes | None = None

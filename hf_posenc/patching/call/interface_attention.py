@@ -196,7 +196,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         """The rotary-only forward replaces just the rotary functions, and records nothing about the call."""
         forward = inspect.unwrap(self._decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
-        replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
+        replaced: dict[str, Any] = {name: RotaryReplacement(function, self) for name, function in rotary.items()}
         # These return a query and its relative bias.
         replaced |= dict.fromkeys(relative_names(forward), lambda module, query, *others: (query, None))
         self._forward = self._with_globals(replaced | {INTERFACE: InterfaceReplacement(self)})
@@ -399,14 +399,15 @@ class InterfaceReplacement:
         return getattr(self.interface, name)
 
 
-class _RotaryReplacement:
+class RotaryReplacement:
     """Replaces a rotary function in the globals of one patched module."""
 
-    def __init__(self, function: Callable[..., Any], site: InterfaceAttention) -> None:
+    def __init__(self, function: Callable[..., Any], site: Any) -> None:
         self.rotary = rotary_call(function)
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the rotary function of the module returns, with tensors that are mapped or unchanged."""
         if self.site.encoding.query_key_map is None and not self.site.runtime.layout.has_axes:
             if self.rotary.begins_with_heads and len(args) > 1:
                 return args[:2]
@@ -417,7 +418,7 @@ class _RotaryReplacement:
         return self.site.rotate(call, self.rotary, args, kwargs)
 
 
-class _FastRotary(_RotaryReplacement):
+class _FastRotary(RotaryReplacement):
     """Replaces a rotary function in the rotary-only forward, which records nothing about the call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
