@@ -46,7 +46,7 @@ from hf_posenc.attention.block_attention import (
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
-from hf_posenc.attention.divided import DividedForm, divided_attention
+from hf_posenc.attention.divided import divided_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import (
     BiasForm,
@@ -292,14 +292,15 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
     if shared or (short and numbers <= sizes.kept_numbers):
         return MatrixAttention(form, MatrixKernel(call, causal, form.heads, query, key))
     by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
-    if not isinstance(form, DividedForm) or not causal:
+    other = form.other if isinstance(form, RowsForm) else None
+    if other is None or not causal:
         return by_blocks
 
     def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         if not query.is_cpu or query.shape[-1] != value.shape[-1] or torch.is_grad_enabled():
             # The kernel needs values as wide as keys, and has no gradient.
             return by_blocks(module, query, key, value)
-        return divided_attention(query, key, value, form.other, call.scaling(query)), None
+        return divided_attention(query, key, value, other, call.scaling(query)), None
 
     return divided
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import for_kernel, rows_without_keys, without_empty_rows
-from hf_posenc.schemes.parts import DistanceBias
+from hf_posenc.schemes.parts import DistanceBias, OtherHeads
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared
 
 #: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
@@ -130,12 +130,15 @@ class RowsForm:
         query_length: number of queries.
         key_length: number of keys.
         heads: number of query heads.
+        other: if it replaces the logits of each query with its first keys by those of other heads: these heads, and how
+            many keys of each query they are for.
     """
 
     compute: Callable[[int, int, int], Tensor]
     query_length: int
     key_length: int
     heads: int
+    other: OtherHeads | None = None
 
     def of_first(self, key_length: int) -> RowsForm:
         """Returns the same bias for the first `key_length` keys only; no query sees later ones."""

@@ -78,7 +78,6 @@ class LayerCall:
         Layers whose tokens are the patches of several images call the attention function once per image, or once per
         window.
         """
-        self.attended = True
         state = self.state
         if not isinstance(state, GridTokens) or state.query_length == length:
             return self

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import without_autocast
-from hf_posenc.attention.divided import DividedForm
 from hf_posenc.attention.forms import (
     BiasForm,
     FusedForm,
@@ -429,12 +428,11 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
         check_heads(result.shape[1], pairs.query.shape[1])
         return result if result.shape[-1] == key_count else result[..., :key_count]
 
-    form = RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
-    if pairs.query.shape[-2] == 1 or torch.is_grad_enabled() or traced() or not isinstance(bias, PairwiseBias):
-        return form
-    with without_autocast(pairs.query.device):
-        other = bias.other_heads(pairs)
-    return form if other is None else DividedForm(**vars(form), other=other)
+    other = None
+    if isinstance(bias, PairwiseBias) and pairs.query.shape[-2] > 1 and not torch.is_grad_enabled() and not traced():
+        with without_autocast(pairs.query.device):
+            other = bias.other_heads(pairs)
+    return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1], other)
 
 
 def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:
