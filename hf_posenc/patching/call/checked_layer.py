@@ -19,7 +19,7 @@ from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
-from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SeparableBias
+from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
@@ -133,10 +133,12 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        if self.places is None:
-            rows = self._rows_by_distance(site, call, bias, query, key)
-        else:
+        if self.places is not None:
             rows = self._rows_of_pairs(site, call, bias, query, key)
+        else:
+            kept = kept_row(bias, call.state, key.shape[2]) if self.by_slots and self.kernel is None else None
+            mask = self.arguments[1]
+            rows = kept[0] if kept else site.distance_form_of(bias, call.state, query, key, mask, folds=False).rows()
         if site.encoding.logit_scale is not None:
             rows = rows * cast("float", site.encoding.logit_scale.factor_of_all)
         rows = for_kernel(rows, query) if self.kernel is None else self.kernel.masked(rows)
@@ -144,15 +146,6 @@ class CheckedLayer:
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
             self.rows[id(bias)] = rows
         return rows
-
-    def _rows_by_distance(
-        self, site: InterfaceAttention, call: LayerCall, bias: DistanceBias, query: Tensor, key: Tensor
-    ) -> Tensor:
-        if self.by_slots and self.kernel is None:
-            kept = kept_row(bias, call.state, key.shape[2])
-            if kept is not None:
-                return kept[0]
-        return site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
 
     def _rows_of_pairs(
         self, site: InterfaceAttention, call: LayerCall, bias: PairwiseBias, query: Tensor, key: Tensor

@@ -273,12 +273,10 @@ class LogitSite(PlacedForward):
         Distances are subtracted as integers and then scaled. A number per key would be rounded at the size of the
         positions, so that a far token would cost near ones their precision. Only kernels without a bias receive it.
         """
-        offset, first = self.key_start(state, query_length, key_length)
-        keys = key_positions(state, first, key_length)
-        device = keys.ids.device
-        query_slots = torch.arange(query_length, device=device) + (offset - first)
-        own_bias = state.own(bias)
-        slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal and own_bias.states_slopes else None
+        _, first = self.key_start(state, query_length, key_length)
+        keys, query_slots = self._places(state, query_length, key_length)
+        own_bias, linear = state.own(bias), folds and self.encoding.causal
+        slopes = own_bias.slopes_behind(keys.ids.device) if linear and own_bias.states_slopes else None
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)

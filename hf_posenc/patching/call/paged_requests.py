@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.blockwise import additive_mask
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import LayerCall
 from hf_posenc.patching.call.cache import heads_first
@@ -54,11 +55,6 @@ class Requests:
     real: Tensor | None = None
     sees_all: bool = True
 
-    @property
-    def key_length(self) -> int:
-        """Number of keys, padding included."""
-        return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else self.keys.shape[1]
-
     def mask(self, implementation: str, packed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The mask of these requests, in the format of the attention function.
 
@@ -70,21 +66,16 @@ class Requests:
         Returns:
             The mask, or `None` if every query sees all keys up to its own.
         """
-        if isinstance(self.queries, slice):
-            assert isinstance(self.keys, slice)
-            length = self.queries.stop - self.queries.start
-            causal = implementation != "eager" and length == self.key_length and self.sees_all
+        if isinstance(self.keys, slice):
+            length, key_length = self.state.query_length, self.keys.stop - self.keys.start
+            causal = implementation != "eager" and length == key_length and self.sees_all
             return None if packed is None or length == 1 or causal else packed[..., self.queries, self.keys]
         if self.real is None:
             return None
         if "flash" in implementation:
             return self.real.long()
         visible = self.real[:, None, None]
-        if implementation != "eager":
-            return visible
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
-            ~visible, torch.finfo(dtype).min
-        )
+        return additive_mask(visible, dtype) if implementation == "eager" else visible
 
 
 def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
