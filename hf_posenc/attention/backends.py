@@ -354,7 +354,7 @@ def _is_causal(module: nn.Module, call: AttentionCall) -> bool:
 def _attend_looking_up(
     call: AttentionCall, form: FusedForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    mask, bias = call.mask, LookUp(form, query.shape[2])
+    mask, bias = call.mask, LookUp(form)
     if not _is_set(call.kwargs.get("softcap")):
         mask = narrowed(mask, form, query, key, value, call.scaling(query))
     return call.function(module, query, key, value, mask, *call.args, position_bias=bias, **call.kwargs)
@@ -367,16 +367,15 @@ class LookUp:
 
     Args:
         form: the bias.
-        query_length: number of queries.
     """
 
-    def __init__(self, form: FusedForm, query_length: int) -> None:
+    def __init__(self, form: FusedForm) -> None:
         self.of_distances = None if form.vector is None else form.vector.contiguous()
         self.of_keys = self.of_queries = None
         if form.terms is not None and form.query_slots is not None:
             self.of_keys = form.terms.contiguous()
             self.of_queries = self.of_keys.index_select(-1, form.query_slots)
-        self.query_length = query_length
+        self.query_length = form.query_length
 
     def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, query, key = pair

@@ -192,13 +192,11 @@ def distance_form(
 BiasForm = FusedForm | RowsForm
 
 
-def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, causal: bool) -> BiasForm:
+def sum_of_forms(forms: Sequence[BiasForm], causal: bool) -> BiasForm:
     """Returns the most specific form of the sum of several biases of one call.
 
     Args:
         forms: at least two, each of one kind.
-        query_length: number of queries.
-        key_length: number of keys.
         causal: whether no query sees a later key, so that a linear distance bias is a number per key.
     """
     if any(isinstance(form, RowsForm) for form in forms):
@@ -206,7 +204,7 @@ def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             return functools.reduce(torch.add, (form.rows(start, stop, key_count) for form in forms))
 
-        return RowsForm(compute, query_length, key_length, forms[0].heads)
+        return RowsForm(compute, forms[0].query_length, forms[0].key_length, forms[0].heads)
     fused = [cast("FusedForm", form) for form in forms]
     slots = next((form.query_slots for form in fused if form.terms is not None), None)
     if causal and slots is not None:
@@ -215,8 +213,8 @@ def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, 
     vectors, terms, slopes = zip(*((form.vector, form.terms, form.slopes) for form in fused), strict=True)
     return FusedForm(
         _total(vectors),
-        query_length,
-        key_length,
+        forms[0].query_length,
+        forms[0].key_length,
         None if any(one is None for one in slopes) else _total(slopes),
         all(form.of_layers for form in fused),
         _total(terms),
@@ -230,17 +228,15 @@ def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
     return functools.reduce(torch.add, found) if found else None
 
 
-def without_later_keys(form: BiasForm, first: int, query_length: int, key_length: int) -> BiasForm:
+def without_later_keys(form: BiasForm, first: int) -> BiasForm:
     """Returns the same bias with the smallest number where a key comes after a query.
 
     Args:
         form: the bias.
         first: the key of the first query's own token; the next query's own is the next key.
-        query_length: number of queries.
-        key_length: number of keys.
     """
     if isinstance(form, FusedForm) and form.vector is not None and form.terms is None:
-        earliest = 1 - query_length - first
+        earliest = 1 - form.query_length - first
         later = torch.arange(earliest, earliest + form.vector.shape[-1], device=form.vector.device) > 0
         return replace(form, vector=form.vector.masked_fill(later, torch.finfo(form.vector.dtype).min), slopes=None)
 
@@ -250,7 +246,7 @@ def without_later_keys(form: BiasForm, first: int, query_length: int, key_length
         later = torch.arange(key_count, device=rows.device) > own.unsqueeze(-1)
         return rows.masked_fill(later, torch.finfo(rows.dtype).min)
 
-    return RowsForm(compute, query_length, key_length, form.heads)
+    return RowsForm(compute, form.query_length, form.key_length, form.heads)
 
 
 def has_shared_rows(form: BiasForm) -> bool:

@@ -198,9 +198,8 @@ class AttentionSite(LogitSite):
     @property
     def intercepts_cache_update(self) -> bool:
         """Whether keys must be intercepted when the cache is updated."""
-        if self.encoding.num_features:
-            return True
-        return self.encoding.query_key_map is not None and not self.rotates_in_place
+        maps = self.encoding.query_key_map is not None and not self.rotates_in_place
+        return maps or self.encoding.num_features > 0
 
     def note_rotation(self, call: LayerCall) -> None:
         """Records, after a call, whether the scheme's map ran in place of the rotary function.

@@ -148,10 +148,9 @@ class LogitSite(PlacedForward):
                 call.pairs = whole = self._pairs(call, query, key, factors)
                 pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, state, pairs[index]))
-        lengths = query.shape[-2], key.shape[-2]
-        form = forms[0] if len(forms) == 1 else sum_of_forms(forms, *lengths, self.encoding.causal)
+        form = forms[0] if len(forms) == 1 else sum_of_forms(forms, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
-        return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
+        return form if self.encoding.logit_scale is None else self._scaled_form(form, state)
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives.
@@ -285,7 +284,7 @@ class LogitSite(PlacedForward):
         queries = keys.ids.index_select(-1, query_slots)
         return form_of_places([own_bias], queries, keys.ids, self.encoding.num_heads)
 
-    def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
+    def _scaled_form(self, form: BiasForm, state: ForwardState) -> RowsForm:
         scale, bias = self.scale(state), self.encoding.logit_bias
         hides = isinstance(bias, PairwiseBias) and bias.hides_pairs
 
@@ -295,7 +294,7 @@ class LogitSite(PlacedForward):
             # A learned scale may be 0 or negative, and a blend gives hidden pairs a part of `HIDDEN`.
             return torch.where(rows > HIDDEN / 1e6, rows * of_rows, rows) if hides else rows * of_rows
 
-        return RowsForm(compute, query.shape[-2], key_length, form.heads)
+        return RowsForm(compute, form.query_length, form.key_length, form.heads)
 
     def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]

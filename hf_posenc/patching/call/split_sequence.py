@@ -302,7 +302,7 @@ def attend_split(
         heads = query[:, :, run.queries], key[:, :, :seen]
         form = site.bias(own, *heads, (factor, *site.factors_before(factor)))
         if encoding.causal:
-            form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
+            form = without_later_keys(form, run.start)
         scaled = heads[0] if encoding.logit_scale is None else site.scaled(run.state, heads[0])
         attend = attention_without_mask(kernel, form, site.module, scaled, heads[1])
         outputs.append(attend(site.module, scaled, heads[1], value[:, :, :seen])[0])
