@@ -1,8 +1,7 @@
 """Adds a bias to the logits of each attention backend.
 
-Every function takes the arguments of the model's attention function and a bias, and calls the function that the model
-has chosen, so kernels, soft caps, attention sinks and dropout do not change. How the bias is added depends on its form
-(`hf_posenc.attention.forms`):
+`attention_with` returns attention with a bias that calls the function that the model has chosen, so kernels, soft caps,
+attention sinks and dropout do not change. How the bias is added depends on its form (`hf_posenc.attention.forms`):
 
 ===============  ===========================  ==========================  =====================  =================
 form             sdpa                         flex_attention              flash                  eager, others
@@ -47,14 +46,12 @@ from hf_posenc.attention.block_attention import (
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
-from hf_posenc.attention.divided import DividedForm, divided_attention
+from hf_posenc.attention.divided import divided_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import (
     BiasForm,
-    DistanceForm,
     FusedForm,
     RowsForm,
-    SeparableForm,
     has_shared_rows,
     mask_of_rows,
     masked_rows,
@@ -78,39 +75,6 @@ _MASK = 4
 _READS_MASK: dict[Function, bool] = {}
 
 
-def attend_with_bias(
-    implementation: str | None,
-    function: Function,
-    form: BiasForm,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Calls `function` with a bias added to its logits.
-
-    Args:
-        implementation: the backend's name, `None` or "eager" for the model's own function.
-        function: the attention function that the model would call.
-        form: the bias.
-        module: the attention module.
-        query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, head_dim)`.
-        attention_mask: a mask in the format of the backend.
-        *args: further arguments of the function.
-        **kwargs: further arguments of the function.
-
-    Raises:
-        UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
-    """
-    call = AttentionCall(implementation or "eager", function, attention_mask, args, kwargs)
-    return attention_with(call, form, module, query, key)(module, query, key, value)
-
-
 def is_stock_sdpa(function: Function) -> bool:
     """Whether a function is transformers' own sdpa, outside of function transforms."""
     return getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
@@ -119,11 +83,19 @@ def is_stock_sdpa(function: Function) -> bool:
 def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor) -> Attention:
     """Decides how a bias is added to the logits of the function of a call.
 
-    The other arguments are those of `attend_with_bias`. The result does not depend on the values in queries and keys,
-    so layers with the same bias and call use it for all queries and keys of the same shapes.
+    The result does not depend on the values in queries and keys, so layers with the same bias and call use it for all
+    queries and keys of the same shapes.
+
+    Args:
+        call: what the model would call.
+        form: the bias.
+        module: the attention module.
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
 
     Returns:
-        `(module, query, key, value) -> (output, probabilities or None)`.
+        `(module, query, key, value) -> (output, probabilities or None)`. It raises an `UnsupportedError` for a bias
+        that the backend supports only as a matrix, if that is too large.
 
     Raises:
         UnsupportedError: for a backend that does not support the bias.
@@ -150,7 +122,8 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
             f"The attention backend {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
             'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
-    if name == "flex_attention" and query.device.type != "cpu" and not isinstance(form, SeparableForm):
+    of_keys = isinstance(form, FusedForm) and form.vector is None
+    if name == "flex_attention" and query.device.type != "cpu" and not of_keys:
         # A kernel with three stages, which torch chooses for some heads, has no room for two blocks of a bias.
         options = {"num_stages": 2} | (call.kwargs.get("kernel_options") or {})
         call = replace(call, kwargs=call.kwargs | {"kernel_options": options})
@@ -162,7 +135,7 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
         return functools.partial(_attend_in_math, call, form)
     if stock_sdpa and query.shape[2] > 1:
         return _sdpa_with(call, form, module, query, key)
-    if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
+    if stock_sdpa and not exporting() and isinstance(form, FusedForm) and form.terms is None:
         return _with_mask(call, merge_mask(call.mask, form.rows(), query.dtype))
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return functools.partial(_attend_dense, call, form)
@@ -254,7 +227,7 @@ def _with_mask(call: AttentionCall, mask: Tensor) -> Attention:
 
 def _is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, beyond short inputs."""
-    if not isinstance(form, DistanceForm) or form.requires_grad or not form.of_layers:
+    if not isinstance(form, FusedForm) or form.terms is not None or form.requires_grad or not form.of_layers:
         return False
     batch = 1 if mask is None else mask.shape[0]
     return batch * form.heads * query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].shared_numbers
@@ -303,7 +276,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
     short = query.shape[2] * key.shape[2] <= sizes.short_pairs
     as_matrix = short or shared
     unmasked = not as_matrix and causal and not query.is_cpu and folds(query)
-    if unmasked and isinstance(form, DistanceForm) and not form.requires_grad:
+    if unmasked and isinstance(form, FusedForm) and form.terms is None and not form.requires_grad:
         # A bias that is folded as a number per key needs no mask. Kernels without a mask are faster on this device.
         form = form.separable() or form
     if not as_matrix and not isinstance(form, RowsForm):
@@ -319,13 +292,15 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
     if shared or (short and numbers <= sizes.kept_numbers):
         return MatrixAttention(form, MatrixKernel(call, causal, form.heads, query, key))
     by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
-    if not isinstance(form, DividedForm) or not causal:
+    other = form.other if isinstance(form, RowsForm) else None
+    if other is None or not causal:
         return by_blocks
 
     def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        if not form.is_fused(query, value):
+        if not query.is_cpu or query.shape[-1] != value.shape[-1] or torch.is_grad_enabled():
+            # The kernel needs values as wide as keys, and has no gradient.
             return by_blocks(module, query, key, value)
-        return divided_attention(query, key, value, form.other, call.scaling(query)), None
+        return divided_attention(query, key, value, other, call.scaling(query)), None
 
     return divided
 
@@ -343,16 +318,17 @@ def _is_set(value: Any) -> bool:
 def _attend_folded(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    separable = form if isinstance(form, SeparableForm) else None
-    if isinstance(form, DistanceForm):
-        separable = form.separable()
-    if separable is None or not _is_causal(module, call):
+    terms = query_slots = None
+    if isinstance(form, FusedForm):
+        of_keys = form if form.vector is None else form.separable()
+        terms, query_slots = (None, None) if of_keys is None else (of_keys.terms, of_keys.query_slots)
+    if terms is None or query_slots is None or not _is_causal(module, call):
         raise UnsupportedError(
             f"The attention backend {call.name!r} does not support logit biases, and this one is not a number per key "
             'that could be folded into queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" '
             'or "eager".'
         )
-    if separable.terms.requires_grad and torch.is_grad_enabled():
+    if terms.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"The attention backend {call.name!r} would round the gradient of this learned bias to the dtype of the "
             'keys, which makes it useless. Train with model.set_attn_implementation("sdpa"). Without gradients, this '
@@ -365,7 +341,7 @@ def _attend_folded(
         )
     scaling = call.scaling(query)
     query, key, value = autocast_inputs(query, key, value)
-    query, key, scaling = fold(query, key, separable.terms, separable.query_slots, scaling)
+    query, key, scaling = fold(query, key, terms, query_slots, scaling)
     kwargs = call.kwargs | {"scaling": scaling}
     return attend_with_wide_values(call.function, module, query, key, value, call.mask, *call.args, **kwargs)
 
@@ -378,7 +354,7 @@ def _is_causal(module: nn.Module, call: AttentionCall) -> bool:
 def _attend_looking_up(
     call: AttentionCall, form: FusedForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    mask, bias = call.mask, LookUp(form, query.shape[2])
+    mask, bias = call.mask, LookUp(form)
     if not _is_set(call.kwargs.get("softcap")):
         mask = narrowed(mask, form, query, key, value, call.scaling(query))
     return call.function(module, query, key, value, mask, *call.args, position_bias=bias, **call.kwargs)
@@ -391,17 +367,15 @@ class LookUp:
 
     Args:
         form: the bias.
-        query_length: number of queries.
     """
 
-    def __init__(self, form: FusedForm, query_length: int) -> None:
-        vector, terms, query_slots = form.tensors
-        self.of_distances = None if vector is None else vector.contiguous()
+    def __init__(self, form: FusedForm) -> None:
+        self.of_distances = None if form.vector is None else form.vector.contiguous()
         self.of_keys = self.of_queries = None
-        if terms is not None and query_slots is not None:
-            self.of_keys = terms.contiguous()
-            self.of_queries = self.of_keys.index_select(-1, query_slots)
-        self.query_length = query_length
+        if form.terms is not None and form.query_slots is not None:
+            self.of_keys = form.terms.contiguous()
+            self.of_queries = self.of_keys.index_select(-1, form.query_slots)
+        self.query_length = form.query_length
 
     def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, query, key = pair
@@ -425,7 +399,7 @@ def _attend_in_math(*given: Any) -> Any:
 def _attend_dense(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    terms = query if isinstance(form, RowsForm) else form.tensors[1]
+    terms = query if isinstance(form, RowsForm) else form.terms
     batch = 1 if terms is None else terms.shape[0]
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     compiling = torch.compiler.is_compiling()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.blockwise import Block, additive_mask, mask_of_block
+from hf_posenc.attention.blockwise import Block, additive_mask, rows_of
 from hf_posenc.attention.windows import Windows
 
 
@@ -55,7 +55,8 @@ class BlockBias:
             bias = of_terms if bias is None else of_terms.add_(bias)
         assert bias is not None
         if self.mask is not None:
-            mask = mask_of_block(self.mask, block, bias.dtype)
+            rows = rows_of(self.mask, block.items, block.heads, block.start, block.stop)
+            mask = additive_mask(rows[..., block.keys].flip(-2), bias.dtype)
             return bias + mask if self.terms is None else bias.add_(mask)
         # Accelerator kernels need rows that start at aligned addresses.
         return bias if bias.device.type == "cpu" else bias.contiguous()

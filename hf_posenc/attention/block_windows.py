@@ -38,9 +38,8 @@ def narrowed(mask: Any, form: FusedForm, query: Tensor, key: Tensor, value: Tens
     if torch.is_grad_enabled():
         share /= _GRADIENT_MARGIN
     call = Call(query, key, value, _sees_itself(mask, query, key.shape[2]), scaling, False, share)
-    vector, terms, _ = form.tensors
-    terms = None if terms is None else terms.expand(query.shape[0], -1, -1)
-    return _intersection(mask, every_window_of(call, vector, terms))
+    terms = None if form.terms is None else form.terms.expand(query.shape[0], -1, -1)
+    return _intersection(mask, every_window_of(call, form.vector, terms))
 
 
 def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: Minimum number of rows of a forward block if only the keys in a window are needed.
-_WINDOW_ROWS = 320
-
 
 class Sizes(NamedTuple):
     """Sizes of the blocks of attention with a bias. The defaults suit the caches of a CPU (an AMD EPYC, an Intel Xeon).
@@ -142,24 +139,18 @@ def _visible_keys(bias: BlockBias, items: slice, start: int, stop: int, key_leng
         return 0, min(stop, key_length)
     if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
         return 0, key_length
-    seen = _rows_of(mask, items, slice(None), start, stop).any(-2).flatten(0, -2).any(0).nonzero()
+    seen = rows_of(mask, items, slice(None), start, stop).any(-2).flatten(0, -2).any(0).nonzero()
     # A block of padding tokens may not see any key. The mask then gives all of its keys the same weight.
     return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, key_length)
 
 
-def _rows_of(mask: Tensor, items: slice, heads: slice, start: int, stop: int) -> Tensor:
+def rows_of(mask: Tensor, items: slice, heads: slice, start: int, stop: int) -> Tensor:
+    """The part of a mask for the queries `[start, stop)`, `(items or 1, heads or 1, rows or 1, keys)`."""
     if mask.shape[0] > 1:
         mask = mask[items]
     if mask.shape[1] > 1:
         mask = mask[:, heads]
     return mask[:, :, start:stop] if mask.shape[2] > 1 else mask
-
-
-def mask_of_block(mask: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """Returns the additive mask of a block, `(batch or 1, 1 or heads, rows or 1, keys)`, with queries reversed."""
-    return additive_mask(
-        _rows_of(mask, block.items, block.heads, block.start, block.stop)[..., block.keys].flip(-2), dtype
-    )
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,14 +175,6 @@ def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Ten
             "(batch or 1, heads or 1, queries or 1, keys or 1)."
         )
     return mask
-
-
-def rows_of_window_blocks() -> int:
-    """Returns the rows of a forward block if only the keys in a window are needed.
-
-    Such a block has few heads, so its rows are chosen to give each thread a tile of 64 rows.
-    """
-    return max(_WINDOW_ROWS, 64 * torch.get_num_threads())
 
 
 def blockwise_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: BlockBias, rows: int) -> Tensor:

@@ -5,32 +5,14 @@ A flash kernel also returns the logarithm of the sum of its weights, so results 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import autocast_inputs, for_each_query_head, without_autocast
 from hf_posenc.attention.blockwise import SIZES, additive_mask
-from hf_posenc.attention.forms import RowsForm
 from hf_posenc.schemes.parts import OtherHeads
 
 aten = torch.ops.aten
-
-
-@dataclass(eq=False)
-class DividedForm(RowsForm):
-    """A bias that replaces the logits of each query with its first keys by those of other heads.
-
-    Args:
-        other: these heads, and how many keys of each query they are for.
-    """
-
-    other: OtherHeads
-
-    def is_fused(self, query: Tensor, value: Tensor) -> bool:
-        """Whether `divided_attention` computes a call: the kernel needs values as wide as keys, and has no gradient."""
-        return query.is_cpu and query.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
 
 
 def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHeads, scaling: float) -> Tensor:

@@ -79,8 +79,7 @@ def attend_with_wide_values(
 def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pads queries, keys and values with zeros to the same width. The result of attention has that width too."""
     width = max(query.shape[-1], value.shape[-1])
-    wide_query, wide_key, wide_value = (_padded(one, width) for one in (query, key, value))
-    return wide_query, wide_key, wide_value
+    return _padded(query, width), _padded(key, width), _padded(value, width)
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:

@@ -1,26 +1,27 @@
 """The forms of a bias. Its structure determines how it is passed to an attention function and what it costs.
 
-========================  ==================================================================================
-`DistanceForm`            a function of distance: one vector per head
-`SeparableForm`           a number per key minus one per query; softmax is invariant to the second
-`SumForm`                 the sum of one of each
-`RowsForm`                anything else: a function that computes the bias of some rows of queries
-========================  ==================================================================================
+===========  =====================================================================================
+`FusedForm`  a function of distance: one vector per head;
+             a number per key minus one per query: softmax is invariant to the second;
+             or the sum of one of each
+`RowsForm`   anything else: a function that computes the bias of some rows of queries
+===========  =====================================================================================
 
-The first three are fused into an attention kernel (`hf_posenc.attention.fused_attention`). Forms add (`sum_of_forms`).
+The first kind is fused into an attention kernel (`hf_posenc.attention.fused_attention`). Forms add (`sum_of_forms`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import for_kernel, rows_without_keys, without_empty_rows
-from hf_posenc.schemes.parts import DistanceBias
+from hf_posenc.schemes.parts import DistanceBias, OtherHeads
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared
 
 #: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
@@ -28,159 +29,95 @@ MOST_MATRICES = 4
 
 
 @dataclass(frozen=True)
-class DistanceForm:
-    """A bias that depends only on distance.
+class FusedForm:
+    """A function of distance, a number per key, or the sum of both.
 
     Args:
         vector: `(heads, query_len + key_len - 1)` float32, by rising distance: query i and key j have
-            `vector[:, j - i + query_len - 1]`.
+            `vector[:, j - i + query_len - 1]`; `None` without a function of distance.
         query_length: number of queries.
         key_length: number of keys.
         slopes: `(heads,)` float32 if the bias of every earlier key is `slope * distance`.
         of_layers: whether several layers may share it; false if many forms came before it in this call.
+        terms: `(batch or 1, heads, key_len)` float32, of which query i gets `terms[j] - terms[i]` at every key j that
+            it sees; `None` without a number per key.
+        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query; with `terms`.
     """
 
-    vector: Tensor
+    vector: Tensor | None
     query_length: int
     key_length: int
     slopes: Tensor | None = None
     of_layers: bool = True
+    terms: Tensor | None = None
+    query_slots: Tensor | None = None
 
-    @property
-    def tensors(self) -> tuple[Tensor, None, None]:
-        """The vector, the terms and the query slots, as the fused kernels take them."""
-        return self.vector, None, None
+    @classmethod
+    def of_keys(cls, terms: Tensor, query_slots: Tensor) -> FusedForm:
+        """A number per key alone."""
+        return cls(None, query_slots.shape[0], terms.shape[-1], terms=terms, query_slots=query_slots)
 
     @property
     def heads(self) -> int:
         """Number of query heads."""
-        return self.vector.shape[0]
+        return self.terms.shape[1] if self.terms is not None else cast("Tensor", self.vector).shape[0]
 
     @property
     def requires_grad(self) -> bool:
         """Whether the bias is learned."""
-        return self.vector.requires_grad
+        return any(one is not None and one.requires_grad for one in (self.vector, self.terms))
 
     def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
-        """`(1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
+        """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
+        of_keys = None
+        if self.terms is not None and self.query_slots is not None:
+            terms = self.terms if key_count is None else self.terms[..., :key_count]
+            if self.query_length == 1:
+                # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
+                of_keys = (terms - self.terms.index_select(-1, self.query_slots)).unsqueeze(-2)
+            else:
+                own = self.terms.index_select(-1, self.query_slots[start:stop])
+                of_keys = terms.unsqueeze(-2) - own.unsqueeze(-1)
+        if self.vector is None:
+            return cast("Tensor", of_keys)
         stop = self.query_length if stop is None else stop
         if self.query_length == 1:
-            row = self.vector[None, :, None]
-            return row if key_count is None else row[..., :key_count]
-        if exporting() or torch.compiler.is_compiling():
+            rows = self.vector[None, :, None]
+            rows = rows if key_count is None else rows[..., :key_count]
+        elif exporting() or torch.compiler.is_compiling():
             # A view would fix the length that the graph was made with.
             keys = torch.arange(self.key_length, device=self.vector.device)[:key_count]
             queries = torch.arange(start, stop, device=self.vector.device).unsqueeze(-1)
-            return self.vector[:, keys - queries + self.query_length - 1].unsqueeze(0)
-        own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
-        return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
+            rows = self.vector[:, keys - queries + self.query_length - 1].unsqueeze(0)
+        else:
+            near = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
+            rows = near.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
+        return rows if of_keys is None else rows + of_keys
 
-    def of_first(self, key_length: int) -> DistanceForm:
+    def of_first(self, key_length: int) -> FusedForm:
         """The same bias for the first `key_length` keys only."""
-        return replace(self, vector=self.vector[:, : self.query_length + key_length - 1], key_length=key_length)
+        vector = None if self.vector is None else self.vector[:, : self.query_length + key_length - 1]
+        terms = None if self.terms is None else self.terms[..., :key_length]
+        return replace(self, vector=vector, terms=terms, key_length=key_length)
 
-    def double(self) -> DistanceForm:
+    def double(self) -> FusedForm:
         """The same bias in float64."""
-        return replace(self, vector=self.vector.double(), slopes=None if self.slopes is None else self.slopes.double())
+        given = (self.vector, self.slopes, self.terms)
+        vector, slopes, terms = (None if one is None else one.double() for one in given)
+        return replace(self, vector=vector, slopes=slopes, terms=terms)
 
-    def separable(self, query_slots: Tensor | None = None) -> SeparableForm | None:
-        """Returns the same bias as a number per key, if possible for all earlier keys.
+    def separable(self, query_slots: Tensor | None = None) -> FusedForm | None:
+        """Returns a function of distance as a number per key, if possible for all earlier keys.
 
         Args:
-            query_slots: which of the keys belongs to the same token as each query; the last ones by default.
+            query_slots: as in this class; the last keys by default.
         """
         if self.slopes is None:
             return None
-        slots = torch.arange(self.key_length, device=self.vector.device)
+        slots = torch.arange(self.key_length, device=self.slopes.device)
         if query_slots is None:
             query_slots = slots[self.key_length - self.query_length :]
-        return SeparableForm((self.slopes.unsqueeze(-1) * slots).unsqueeze(0), query_slots)
-
-
-@dataclass(frozen=True)
-class SeparableForm:
-    """`terms[j] - terms[i]` for query i and every key j that it sees.
-
-    Args:
-        terms: `(batch or 1, heads, key_len)` float32.
-        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
-    """
-
-    terms: Tensor
-    query_slots: Tensor
-
-    @property
-    def tensors(self) -> tuple[None, Tensor, Tensor]:
-        """The vector, the terms and the query slots, as the fused kernels take them."""
-        return None, self.terms, self.query_slots
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.terms.shape[1]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the bias is learned."""
-        return self.terms.requires_grad
-
-    def of_first(self, key_length: int) -> SeparableForm:
-        """The same bias for the first `key_length` keys only."""
-        return SeparableForm(self.terms[..., :key_length], self.query_slots)
-
-    def double(self) -> SeparableForm:
-        """The same bias in float64."""
-        return SeparableForm(self.terms.double(), self.query_slots)
-
-    def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
-        """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
-        if self.query_slots.shape[0] == 1:
-            # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
-            own = self.terms.index_select(-1, self.query_slots)
-            terms = self.terms if key_count is None else self.terms[..., :key_count]
-            return (terms - own).unsqueeze(-2)
-        own = self.terms.index_select(-1, self.query_slots[start:stop])
-        return self.terms[..., :key_count].unsqueeze(-2) - own.unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class SumForm:
-    """The sum of a distance bias and a number per key.
-
-    Args:
-        distance: the distance bias.
-        separable: the number per key.
-    """
-
-    distance: DistanceForm
-    separable: SeparableForm
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The vector, the terms and the query slots, as the fused kernels take them."""
-        return self.distance.vector, self.separable.terms, self.separable.query_slots
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.distance.heads
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the bias is learned."""
-        return self.distance.requires_grad or self.separable.requires_grad
-
-    def of_first(self, key_length: int) -> SumForm:
-        """The same bias for the first `key_length` keys only."""
-        return SumForm(self.distance.of_first(key_length), self.separable.of_first(key_length))
-
-    def double(self) -> SumForm:
-        """The same bias in float64."""
-        return SumForm(self.distance.double(), self.separable.double())
-
-    def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
-        """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
-        return self.distance.rows(start, stop, key_count) + self.separable.rows(start, stop, key_count)
+        return FusedForm.of_keys((self.slopes.unsqueeze(-1) * slots).unsqueeze(0), query_slots)
 
 
 @dataclass(eq=False)
@@ -193,12 +130,15 @@ class RowsForm:
         query_length: number of queries.
         key_length: number of keys.
         heads: number of query heads.
+        other: if it replaces the logits of each query with its first keys by those of other heads: these heads, and how
+            many keys of each query they are for.
     """
 
     compute: Callable[[int, int, int], Tensor]
     query_length: int
     key_length: int
     heads: int
+    other: OtherHeads | None = None
 
     def of_first(self, key_length: int) -> RowsForm:
         """Returns the same bias for the first `key_length` keys only; no query sees later ones."""
@@ -231,7 +171,7 @@ def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> 
 
 def distance_form(
     bias: DistanceBias, offset: int | Tensor, query_length: int, key_length: int, device: torch.device
-) -> DistanceForm:
+) -> FusedForm:
     """Evaluates a bias at every distance that occurs.
 
     Args:
@@ -246,67 +186,57 @@ def distance_form(
     # Torch's fused kernels refuse a mask whose rows are not contiguous. Tables give one number per head for a distance.
     vector = bias(distances).contiguous()
     slopes = bias.slopes_behind(device) if bias.states_slopes else None
-    return DistanceForm(vector, query_length, key_length, slopes)
+    return FusedForm(vector, query_length, key_length, slopes)
 
 
-FusedForm = DistanceForm | SeparableForm | SumForm
 BiasForm = FusedForm | RowsForm
 
 
-def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, causal: bool) -> BiasForm:
+def sum_of_forms(forms: Sequence[BiasForm], causal: bool) -> BiasForm:
     """Returns the most specific form of the sum of several biases of one call.
 
     Args:
-        forms: at least two, and no `SumForm`.
-        query_length: number of queries.
-        key_length: number of keys.
+        forms: at least two, each of one kind.
         causal: whether no query sees a later key, so that a linear distance bias is a number per key.
     """
     if any(isinstance(form, RowsForm) for form in forms):
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
-            return _total([form.rows(start, stop, key_count) for form in forms])
+            return functools.reduce(torch.add, (form.rows(start, stop, key_count) for form in forms))
 
-        return RowsForm(compute, query_length, key_length, forms[0].heads)
-    distances = [form for form in forms if isinstance(form, DistanceForm)]
-    separables = [form for form in forms if isinstance(form, SeparableForm)]
-    if causal and separables:
-        slots = separables[0].query_slots
-        linear = [form.separable(slots) for form in distances]
-        if all(form is not None for form in linear):
-            separables, distances = [*separables, *(form for form in linear if form is not None)], []
-    separable = (
-        SeparableForm(_total([form.terms for form in separables]), separables[0].query_slots) if separables else None
+        return RowsForm(compute, forms[0].query_length, forms[0].key_length, forms[0].heads)
+    fused = [cast("FusedForm", form) for form in forms]
+    slots = next((form.query_slots for form in fused if form.terms is not None), None)
+    if causal and slots is not None:
+        linear = [form.separable(slots) if form.terms is None else form for form in fused]
+        fused = fused if None in linear else cast("list[FusedForm]", linear)
+    vectors, terms, slopes = zip(*((form.vector, form.terms, form.slopes) for form in fused), strict=True)
+    return FusedForm(
+        _total(vectors),
+        forms[0].query_length,
+        forms[0].key_length,
+        None if any(one is None for one in slopes) else _total(slopes),
+        all(form.of_layers for form in fused),
+        _total(terms),
+        slots,
     )
-    if not distances:
-        assert separable is not None
-        return separable
-    slopes = [form.slopes for form in distances]
-    distance = DistanceForm(
-        _total([form.vector for form in distances]),
-        query_length,
-        key_length,
-        None if any(one is None for one in slopes) else _total([one for one in slopes if one is not None]),
-        all(form.of_layers for form in distances),
-    )
-    return distance if separable is None else SumForm(distance, separable)
 
 
-def _total(tensors: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, tensors)
+def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum of those that are not `None`."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return functools.reduce(torch.add, found) if found else None
 
 
-def without_later_keys(form: BiasForm, first: int, query_length: int, key_length: int) -> BiasForm:
+def without_later_keys(form: BiasForm, first: int) -> BiasForm:
     """Returns the same bias with the smallest number where a key comes after a query.
 
     Args:
         form: the bias.
         first: the key of the first query's own token; the next query's own is the next key.
-        query_length: number of queries.
-        key_length: number of keys.
     """
-    if isinstance(form, DistanceForm):
-        earliest = 1 - query_length - first
+    if isinstance(form, FusedForm) and form.vector is not None and form.terms is None:
+        earliest = 1 - form.query_length - first
         later = torch.arange(earliest, earliest + form.vector.shape[-1], device=form.vector.device) > 0
         return replace(form, vector=form.vector.masked_fill(later, torch.finfo(form.vector.dtype).min), slopes=None)
 
@@ -316,12 +246,14 @@ def without_later_keys(form: BiasForm, first: int, query_length: int, key_length
         later = torch.arange(key_count, device=rows.device) > own.unsqueeze(-1)
         return rows.masked_fill(later, torch.finfo(rows.dtype).min)
 
-    return RowsForm(compute, query_length, key_length, form.heads)
+    return RowsForm(compute, form.query_length, form.key_length, form.heads)
 
 
 def has_shared_rows(form: BiasForm) -> bool:
     """Whether layers may share the rows of a bias: a function of distance, unless each layer needs its gradient."""
-    return isinstance(form, DistanceForm) and (not form.requires_grad or gradients_may_be_shared())
+    if not isinstance(form, FusedForm) or form.terms is not None:
+        return False
+    return not form.requires_grad or gradients_may_be_shared()
 
 
 def masked_rows(
@@ -338,10 +270,12 @@ def masked_rows(
         seen: the number of keys.
         query: `(batch, heads, query_len, head_dim)`. Only its dtype and device matter.
     """
-    converts = not query.is_cpu and isinstance(form, DistanceForm) and not form.requires_grad
-    if isinstance(form, DistanceForm) and converts and (mask is None or mask.dtype == torch.bool):
-        # Converted before there is a number for every pair. The sum with an additive mask may be too small for float16.
-        form = replace(form, vector=for_kernel(form.vector, query))
+    converts = False
+    if not query.is_cpu and isinstance(form, FusedForm) and form.vector is not None and form.terms is None:
+        converts = not form.vector.requires_grad
+        if converts and (mask is None or mask.dtype == torch.bool):
+            # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
+            form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
     own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
     bias = with_mask(bias, own)

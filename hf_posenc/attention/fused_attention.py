@@ -36,12 +36,13 @@ from hf_posenc.attention.blockwise import (
     blockwise_backward,
     blockwise_forward,
     fitting_mask,
-    rows_of_window_blocks,
 )
 from hf_posenc.attention.folding import fold, of_one_width
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.windows import call_of, windows_of
 
+#: Minimum number of rows of a forward block if only the keys in a window are needed.
+_WINDOW_ROWS = 320
 #: Up to this many queries, a number per key is faster on a CPU in blocks than in wider heads.
 _SHORT = 1024
 #: Queries from which on blocks of a distance bias may be larger.
@@ -70,10 +71,8 @@ def fused_attention(
     """
     query, key, value = autocast_inputs(query, key, value)
     mask = fitting_mask(mask, query.shape[2], key.shape[2])
-    vector, terms, query_slots = form.tensors
-    if terms is not None:
-        terms = terms.expand(query.shape[0], -1, -1)
-    result: Tensor = _fused_attention(query, key, value, vector, terms, query_slots, mask, scaling, causal)
+    terms = None if form.terms is None else form.terms.expand(query.shape[0], -1, -1)
+    result: Tensor = _fused_attention(query, key, value, form.vector, terms, form.query_slots, mask, scaling, causal)
     empty = None if mask is None else rows_without_keys(mask)
     return result if empty is None else with_means(result, value, empty)
 
@@ -93,7 +92,8 @@ def _fused_attention(
     windows = windows_of(call_of(query, key, value, mask, scaling, causal), vector, terms)
     query_length, sizes = query.shape[2], SIZES[query.is_cpu]
     if windows is not None:
-        rows = rows_of_window_blocks()
+        # Such a block has few heads, so each thread gets a tile of 64 rows.
+        rows = max(_WINDOW_ROWS, 64 * torch.get_num_threads())
     elif terms is None:
         rows = sizes.distance_rows if query_length < _LONG else sizes.long_distance_rows
     elif vector is not None or not folds(query):

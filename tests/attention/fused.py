@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc.attention import block_attention
-from hf_posenc.attention.backends import attend_with_bias
-from hf_posenc.attention.forms import BiasForm, DistanceForm, SeparableForm
+from hf_posenc.attention.backends import attention_with
+from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.forms import BiasForm, FusedForm
 from hf_posenc.attention.fused_attention import fused_attention
 
 
@@ -22,8 +23,8 @@ def attended(
     """What a layer with sdpa computes, `(batch, query_len, heads, width)`."""
     module = nn.Module()
     module.num_key_value_groups = query.shape[1] // key.shape[1]
-    heads = (query, key, value)
-    output: Tensor = attend_with_bias("sdpa", sdpa_attention_forward, form, module, *heads, mask, **options)[0]
+    call = AttentionCall("sdpa", sdpa_attention_forward, mask, (), options)
+    output: Tensor = attention_with(call, form, module, query, key)(module, query, key, value)[0]
     return output
 
 
@@ -43,7 +44,7 @@ def masks_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
-    form = DistanceForm(vector, query.shape[2], key.shape[2])
+    form = FusedForm(vector, query.shape[2], key.shape[2])
     return fused_attention(query, key, value, form, mask, scaling, causal)
 
 
@@ -57,7 +58,7 @@ def separable_attention(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    return fused_attention(query, key, value, SeparableForm(terms, query_slots), mask, scaling, causal)
+    return fused_attention(query, key, value, FusedForm.of_keys(terms, query_slots), mask, scaling, causal)
 
 
 def flash_kernel(visible: Callable[[int, int, Any], Tensor]) -> Callable[..., Any]:

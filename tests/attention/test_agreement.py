@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_posenc import BuildContext, ComposedConfig, RopeConfig
 from hf_posenc.attention import backends
-from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm, SumForm
+from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.forms import FusedForm, RowsForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import get_scheme
 from tests.kits.decoding import left_padding
@@ -156,11 +157,11 @@ def test_in_bfloat16(label: str) -> None:
 @pytest.mark.parametrize(
     ("label", "form"),
     [
-        ("t5-0", DistanceForm),
-        ("forget_gate-0", SeparableForm),
-        ("forget_gate and alibi", SeparableForm),
-        ("forget_gate and t5", SumForm),
-        ("alibi over a shift", DistanceForm),
+        ("t5-0", FusedForm),
+        ("forget_gate-0", FusedForm),
+        ("forget_gate and alibi", FusedForm),
+        ("forget_gate and t5", FusedForm),
+        ("alibi over a shift", FusedForm),
         ("cope-0", RowsForm),
         ("alibi over a scale", RowsForm),
     ],
@@ -268,12 +269,12 @@ def test_a_flash_kernel_trains_around_a_fixed_bias_only() -> None:
 
 
 def test_a_flash_kernel_with_a_soft_cap_is_refused() -> None:
-    form = DistanceForm(torch.zeros(4, 5), 3, 3, torch.ones(4))
+    form = FusedForm(torch.zeros(4, 5), 3, 3, torch.ones(4))
     heads = torch.zeros(1, 4, 3, 8)
+    call = AttentionCall("flash_attention_2", flash_kernel(causal), None, (), {"softcap": 30.0})
+    attend = backends.attention_with(call, form, nn.Module(), heads, heads)
     with pytest.raises(UnsupportedError, match="caps its logits"):
-        backends.attend_with_bias(
-            "flash_attention_2", flash_kernel(causal), form, nn.Module(), heads, heads, heads, None, softcap=30.0
-        )
+        attend(nn.Module(), heads, heads, heads)
 
 
 def test_the_gradient_of_a_mask_that_is_learned() -> None:

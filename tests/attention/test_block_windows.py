@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from hf_posenc.attention import windows
 from hf_posenc.attention.block_windows import narrowed
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention.forms import FusedForm
 from tests.matrix.running import distance, outputs, patched
 from tests.thinning import in_turn
 
@@ -36,16 +36,16 @@ def everything(item: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor
     return query >= 0
 
 
-def alibi() -> DistanceForm:
+def alibi() -> FusedForm:
     distances = torch.arange(2 * LENGTH - 1) - (LENGTH - 1)
-    return DistanceForm(-SLOPES.unsqueeze(-1) * distances.abs(), LENGTH, LENGTH)
+    return FusedForm(-SLOPES.unsqueeze(-1) * distances.abs(), LENGTH, LENGTH)
 
 
-def gates() -> SeparableForm:
+def gates() -> FusedForm:
     terms = (torch.rand(2, HEADS, LENGTH, generator=torch.Generator().manual_seed(3)) * SLOPES.view(1, -1, 1)).cumsum(
         -1
     )
-    return SeparableForm(terms, torch.arange(LENGTH))
+    return FusedForm.of_keys(terms, torch.arange(LENGTH))
 
 
 def heads() -> list[Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_posenc.attention import blockwise, fused_attention as module
-from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.errors import UnsupportedError
 
 from .block_sizes import set_sizes
@@ -88,7 +88,7 @@ def test_queries_without_keys(
     query, key, value, vector = tensors(2, 2, 9, 9)
     mask = masks(2, 9, 9)[kind]
     given = (query, key, value, *([vector] if learned else []))
-    form = DistanceForm(vector if learned else vector.detach(), 9, 9)
+    form = FusedForm(vector if learned else vector.detach(), 9, 9)
     found = attended(form, query, key, value, mask, scaling=0.3, dropout=dropout)
     wanted = plain_attention(query, key, value, toeplitz(vector, 9, 9), mask, 0.3, False)
     torch.testing.assert_close(found.double(), wanted, atol=CLOSE, rtol=CLOSE)

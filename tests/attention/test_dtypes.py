@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
+from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm
 
 from .fused import attended
 from .plain_attention import gradients, plain_attention, toeplitz
@@ -30,8 +30,8 @@ def form_of(kind: str, vector: Tensor, query_length: int) -> tuple[BiasForm, Ten
         terms = vector[:, :KEYS].exp().cumsum(-1).unsqueeze(0)
         slots = torch.arange(query_length) + (KEYS - query_length)
         # In float64, as the fused form subtracts them.
-        return SeparableForm(terms, slots), terms.double().unsqueeze(-2) - terms.double()[..., slots].unsqueeze(-1)
-    form = DistanceForm(vector, query_length, KEYS)
+        return FusedForm.of_keys(terms, slots), terms.double().unsqueeze(-2) - terms.double()[..., slots].unsqueeze(-1)
+    form = FusedForm(vector, query_length, KEYS)
     dense = toeplitz(vector, query_length, KEYS)
     if kind == "rows":
         return RowsForm(form.rows, query_length, KEYS, 4), dense

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
+from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from tests.schemes.table import parts_for
@@ -34,7 +34,7 @@ def biased(scheme: str, queries: int, length: int, query: Tensor, key: Tensor) -
     bias: Any = parts_for(get_scheme(scheme)()).logit_bias
     if scheme in ("alibi", "kerple"):
         distances = torch.arange(1 - length, queries)
-        form = DistanceForm(bias(distances).detach(), queries, length, bias.slopes_behind(torch.device("cpu")))
+        form = FusedForm(bias(distances).detach(), queries, length, bias.slopes_behind(torch.device("cpu")))
         return form, form.rows().double()
     if scheme == "forget_gate":
         # Gates of a trained model: most remember, some forget.
@@ -42,7 +42,7 @@ def biased(scheme: str, queries: int, length: int, query: Tensor, key: Tensor) -
         gates = nn.functional.logsigmoid(torch.randn(1, HEADS, length, generator=generator) * 2 + 1)
         exact = gates.double().cumsum(-1).neg()
         terms = gates.cumsum(-1).neg()
-        return SeparableForm(terms, slots), exact.unsqueeze(-2) - exact[..., slots].unsqueeze(-1)
+        return FusedForm.of_keys(terms, slots), exact.unsqueeze(-2) - exact[..., slots].unsqueeze(-1)
     ids = torch.arange(length).unsqueeze(0)
     pairs = AttentionPairs(query, key, slots, Positions(ids, ids.new_full((1, 1), length)), WIDTH**-0.5)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def errors(scheme: str, dtype: torch.dtype, length: int, queries: int) -> tuple[
     key, value = (torch.randn(1, HEADS, length, WIDTH, generator=generator).to(dtype) for _ in range(2))
     mask = (torch.arange(length) <= torch.arange(length - queries, length).unsqueeze(-1))[None, None]
     form, exact = biased(scheme, queries, length, query, key)
-    nothing = DistanceForm(torch.zeros(HEADS, queries + length - 1), queries, length)
+    nothing = FusedForm(torch.zeros(HEADS, queries + length - 1), queries, length)
     found = []
     for one, dense in ((form, exact), (nothing, torch.zeros_like(exact))):
         with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.folding import fold
-from hf_posenc.attention.forms import SeparableForm
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 
 from .block_sizes import set_sizes
@@ -22,7 +22,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def exact(query: Tensor, key: Tensor, value: Tensor, terms: Tensor, scaling: float) -> Tensor:
     """Causal attention in float64."""
-    bias = SeparableForm(terms, torch.arange(terms.shape[-1])).rows()
+    bias = FusedForm.of_keys(terms, torch.arange(terms.shape[-1])).rows()
     return plain_attention(query, key, value, bias, None, scaling, True)
 
 
@@ -126,6 +126,6 @@ def test_terms_that_have_grown_large_keep_their_differences(dtype: torch.dtype, 
     scores = torch.zeros(1, 4, 24, 24)
     for dimension in range(wide_query.shape[-1]):
         scores += wide_query[..., dimension].float().unsqueeze(-1) * wide_key[..., dimension].float().unsqueeze(-2)
-    form = SeparableForm(terms.double(), slots)
+    form = FusedForm.of_keys(terms.double(), slots)
     logits = query.double() @ key.double().transpose(-1, -2) * scaling + form.rows()
     torch.testing.assert_close(scores.double() * factor, logits.expand_as(scores), atol=bound, rtol=0)

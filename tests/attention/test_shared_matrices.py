@@ -15,8 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
 from hf_posenc.attention import block_attention, blockwise
-from hf_posenc.attention.backends import attend_with_bias
-from hf_posenc.attention.forms import DistanceForm, RowsForm
+from hf_posenc.attention.backends import attention_with
+from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.forms import FusedForm, RowsForm
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from tests.kits.decoding import left_padding
 from tests.matrix.running import gradients, patched, tokens
@@ -149,7 +150,7 @@ def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.Monke
     places = torch.arange(6)
     bias = vector[:, places - places[:, None] + 5].masked_fill(places > places[:, None], -torch.inf)
     plain = scaled_dot_product_attention(query, key, value, attn_mask=bias[None], scale=0.3).transpose(1, 2)
-    form = DistanceForm(vector, 6, 6)
+    form = FusedForm(vector, 6, 6)
     found = attended(form, query, key, value, scaling=0.3, is_causal=True)
     of_vector = [torch.autograd.grad(output.square().sum(), vector)[0] for output in (found, plain)]
     assert of_vector[1].abs().max() > 1e-2
@@ -168,8 +169,9 @@ def test_features_of_stock_attention_are_left_to_it(feature: dict[str, Any]) -> 
 
     stock.__module__ = sdpa_attention_forward.__module__
     heads = torch.ones(1, 2, 6, 4)
-    form = DistanceForm(torch.zeros(2, 11), 6, 6)
-    attend_with_bias("sdpa", stock, form, nn.Module(), heads, heads, heads, None, is_causal=True, **feature)
+    form = FusedForm(torch.zeros(2, 11), 6, 6)
+    call = AttentionCall("sdpa", stock, None, (), {"is_causal": True} | feature)
+    attention_with(call, form, nn.Module(), heads, heads)(nn.Module(), heads, heads, heads)
     assert asked
     assert all(options.items() >= feature.items() for options in asked)
 

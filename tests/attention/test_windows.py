@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.attention import blockwise, windows
-from hf_posenc.attention.forms import DistanceForm, SeparableForm, SumForm
+from hf_posenc.attention import windows
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.fused_attention import fused_attention
 from hf_posenc.attention.windows import Windows, call_of, windows_of
 
@@ -30,7 +30,7 @@ SLOPES = torch.tensor([4.0, 1.0, 0.25, 0.0])
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "SHORTEST", 8)
     monkeypatch.setattr(windows, "_TILE", 8)
-    monkeypatch.setattr(blockwise, "_WINDOW_ROWS", 32)
+    monkeypatch.setattr("hf_posenc.attention.fused_attention._WINDOW_ROWS", 32)
     set_sizes(monkeypatch, backward_rows=24)
 
 
@@ -163,7 +163,7 @@ def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: b
     alone = windows_of(call_of(*heads, None, SCALING, causal), None, terms)
     assert (skipped(alone) > skipped(windows)) == (name == "bump")
     given, wanted = leaves(*heads, vector, terms)
-    form = SumForm(DistanceForm(given[3], LENGTH, LENGTH), SeparableForm(given[4], torch.arange(LENGTH)))
+    form = FusedForm(given[3], LENGTH, LENGTH, terms=given[4], query_slots=torch.arange(LENGTH))
     found = fused_attention(*given[:3], form, None, SCALING, causal)  # type: ignore[call-arg]
     bias = toeplitz(wanted[3], LENGTH, LENGTH) + wanted[4].unsqueeze(-2) - wanted[4].unsqueeze(-1)
     expected = reference(*wanted[:3], bias, visible(causal))

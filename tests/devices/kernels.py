@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from hf_posenc import PositionEncodingError
 from hf_posenc.attention import backends, block_attention, blockwise, fused_attention
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import RowsForm
 from hf_posenc.patching.call import interface_attention
 from tests.devices import spreading
@@ -122,16 +123,17 @@ def handed_over(scheme: str) -> tuple[str, str]:
     model, seen = model_of(scheme, torch.bfloat16), []
 
     def heard(call: Any, form: Any, module: Any, query: Any, key: Any) -> Any:
-        seen.append((form, (module, query, key, key, call.mask)))
+        seen.append((form, call.mask, module, query, key))
         return backends.attention_with(dataclasses.replace(call, name="sdpa"), form, module, query, key)
 
     with mock.patch.object(interface_attention, "attention_with", heard), torch.no_grad():
         model(input_ids=torch.randint(5, VOCABULARY, (1, 60)), use_cache=False)
     if not seen:
         return "the heads", "the heads"
-    form, given = seen[-1]
+    form, mask, module, query, key = seen[-1]
+    call = AttentionCall("flash_attention_2", lambda *heads, **_: (heads[1], None), mask, (), {})
     try:
-        backends.attend_with_bias("flash_attention_2", lambda *heads, **_: (heads[1], None), form, *given)
+        backends.attention_with(call, form, module, query, key)(module, query, key, key)
         flash = "wider heads"
     except PositionEncodingError:
         flash = "refused"

@@ -14,19 +14,17 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.backends import Attention
-from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
-from hf_posenc.patching.call.cache import QUANTISED_LAYER
+from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
 from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.outside_stack import state_of_layer
-from hf_posenc.patching.call.paged_requests import heads_first
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.positions import AttentionPairs
@@ -74,35 +72,25 @@ class LayerCall:
     attention: Attention | None = None
     next_token: int = 0
 
-    def of_tokens(self, state: ForwardState, hidden_states: Tensor) -> LayerCall:
-        """A call of some of the tokens, whose attention is computed by itself."""
-        return LayerCall(state, hidden_states)
-
     def of_next(self, length: int) -> LayerCall:
         """The call for the next `length` tokens, if the layer computes attention for one part of its tokens at a time.
 
         Layers whose tokens are the patches of several images call the attention function once per image, or once per
         window.
         """
-        self.attended = True
         state = self.state
         if not isinstance(state, GridTokens) or state.query_length == length:
             return self
         start, self.next_token = self.next_token, self.next_token + length
         if self.next_token > state.query_length:
             return self
-        part = state.shared(("part", start), lambda: state.part(start, length), length)
+
+        def find() -> GridTokens:
+            return state.in_order(torch.arange(start, start + length, device=state.device))
+
+        part = state.shared(("part", start), find, length)
         hidden_states = self.hidden_states[:, start : self.next_token]
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)
-
-
-@dataclass(frozen=True)
-class KernelCall(AttentionCall):
-    """A call of the attention function with mapped queries and keys."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
 
 
 #: In older versions, compiled code deletes the attribute although it has never set it.
@@ -153,6 +141,8 @@ class AttentionSite(LogitSite):
     #: Sizes of the windows of patches in which the module works, `(rows, columns)`, if it states them.
     window: tuple[int, ...] | None = None
 
+    #: Whether keys may be cached that a map has widened. Otherwise all keys are mapped again in every call.
+    caches_wide_keys = True
     #: Whether replacing the rotary function may be the only change of a call, if it is for the scheme.
     may_only_rotate = False
     #: Whether a call has confirmed that the module leaves queries unchanged after rotating them.
@@ -186,37 +176,30 @@ class AttentionSite(LogitSite):
 
     def _begin_on_grid(self, hidden_states: Tensor) -> LayerCall:
         """Starts a call of a layer of patches, `(tokens, hidden)` or `(batch, rows, columns, hidden)` among others."""
-        window = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else self.window
+        window = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
         if hidden_states.dim() == 2:
             hidden_states = hidden_states.unsqueeze(0)
         elif hidden_states.dim() == 4:
             # Only the input shows the sizes, and a map in place of the rotary function does not get it.
             self.may_only_rotate = False
             hidden_states = hidden_states.flatten(1, 2)
-        return LayerCall(self.grid_tokens(hidden_states.shape[1], window, hidden_states.device), hidden_states)
+        return LayerCall(self.state_for(hidden_states.shape[1], hidden_states.device, window), hidden_states)
 
-    def grid_tokens(self, length: int, window: tuple[int, ...] | None, device: torch.device) -> ForwardState:
-        """The positions of a layer's `length` tokens on the grid of the call, or in a window."""
-        state = self.runtime.state_for(length, device)
-        if not isinstance(state, GridState):
-            return state
-        return state.shared(("tokens", window), lambda: state.of_module(length, window), length)
-
-    def state_for(self, length: int, device: torch.device) -> ForwardState:
-        """The positions of a layer's `length` tokens."""
+    def state_for(self, length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
+        """The positions of a layer's `length` tokens. On a grid, these may be the tokens of a window of these sizes."""
         state = self.runtime.state_for(length, device)
         if isinstance(state, GridState):
-            return self.grid_tokens(length, self.window, device)
-        if state.query_length != length:
-            state = state.shared("own tokens", lambda: state.by_slots(length), length)
-        return state
+            sizes = self.window if window is None else window
+            return state.shared(("tokens", sizes), lambda: state.by_slots(length, sizes), length)
+        if state.query_length == length:
+            return state
+        return state.shared("own tokens", lambda: state.by_slots(length), length)
 
     @property
     def intercepts_cache_update(self) -> bool:
         """Whether keys must be intercepted when the cache is updated."""
-        if self.encoding.num_features:
-            return True
-        return self.encoding.query_key_map is not None and not self.rotates_in_place
+        maps = self.encoding.query_key_map is not None and not self.rotates_in_place
+        return maps or self.encoding.num_features > 0
 
     def note_rotation(self, call: LayerCall) -> None:
         """Records, after a call, whether the scheme's map ran in place of the rotary function.
@@ -270,12 +253,11 @@ class AttentionSite(LogitSite):
         """Applies the map to a query and a key, or to a single tensor, in place of the rotary function."""
         query_key_map, for_query = self.prepared(state, first)
         for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)[1]
-        if time_axis == 2 and second is not None:
-            return query_key_map.map_query(first, for_query), query_key_map.map_key(second, for_key)
-        first = mapped(query_key_map.map_query, first, for_query, time_axis)
-        if second is not None:
-            second = mapped(query_key_map.map_key, second, for_key, time_axis)
-        return first, second
+        if time_axis != 2:
+            first, second = with_heads_first(first, second)
+        first = query_key_map.map_query(first, for_query)
+        second = None if second is None else query_key_map.map_key(second, for_key)
+        return (first, second) if time_axis == 2 else with_heads_first(first, second)
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
         """Whether the map can run in place of the rotary function; otherwise it is applied to whole heads later."""
@@ -361,10 +343,6 @@ class AttentionSite(LogitSite):
                 "left-padded batch."
             )
 
-    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
-        """Whether mapped keys may be cached; otherwise all keys are mapped again in every call."""
-        return True
-
     def _map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
         """Maps keys before they enter the cache, unless they are mapped already or are not yet complete keys.
 
@@ -372,7 +350,9 @@ class AttentionSite(LogitSite):
         mapped after the cache, all of them in every call.
         """
         query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations or call.writes_pages or not self.caches_mapped(query_key_map):
+        if query_key_map is None or call.rotations or call.writes_pages:
+            return key
+        if self.encoding.widens_heads and not self.caches_wide_keys:
             return key
         whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
@@ -468,9 +448,6 @@ def without_batch(tensors: Any) -> Any:
     return tuple(one.squeeze(0) for one in tensors) if isinstance(tensors, tuple) else tensors.squeeze(0)
 
 
-def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:
-    """Applies `map_query` or `map_key` to a tensor whose token axis is 1 or 2."""
-    if time_axis == 2:
-        result: Tensor = map_one(tensor, phases)
-        return result
-    return map_one(tensor.transpose(1, 2), phases).transpose(1, 2)
+def with_heads_first(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Exchanges the axes of tokens and heads."""
+    return first.transpose(1, 2), None if second is None else second.transpose(1, 2)

@@ -179,6 +179,11 @@ def is_cache(value: Any) -> bool:
     return counts or isinstance(value, PagedAttentionCache)
 
 
+def heads_first(read: Tensor) -> Tensor:
+    """What a cache has read, `(1, key_value_heads, all keys, width)`. With 5.17 it is `(all keys, heads, width)`."""
+    return read.transpose(0, 1).unsqueeze(0) if read.dim() == 3 else read
+
+
 def states_positions(cache: Any) -> bool:
     """Whether a cache states the positions of its keys, because it may have dropped some (`evicting_cache`)."""
     keeper = getattr(cache, "self_attention_cache", cache)
@@ -245,13 +250,9 @@ class Generation:
     """
 
     def __init__(self) -> None:
-        #: The ids of the caches that it has filled.
+        #: The ids of the caches that it has filled, which therefore hold nothing else.
         self.caches: set[int] = set()
         self._differs: dict[torch.device, Tensor] = {}
-
-    def has_filled(self, cache: Any) -> bool:
-        """Whether it has filled a cache, which therefore holds nothing else."""
-        return id(cache) in self.caches
 
     def compare(self, differs: Tensor) -> None:
         """Keeps a 0-dim bool: whether a step had other positions, or a mask that hides a new token."""
@@ -318,8 +319,10 @@ class CachedPositions:
     even: bool | None = None
     evicted: bool = False
 
-    def counted(self, slots: Tensor) -> Tensor:
-        """`(batch or 1, slots)`: the positions implied when the tokens in these slots were cached; -1 at padding."""
+    def at(self, slots: Tensor) -> Tensor:
+        """`(batch or 1, slots)`: the positions of the tokens in these slots; -1 at padding."""
+        if self.ids is not None:
+            return self.ids.to(slots.device).index_select(1, slots.clamp(max=self.ids.shape[1] - 1))
         if self.mask is None:
             return slots.unsqueeze(0)
         counted = counted_tokens(self.mask.to(slots.device))
@@ -345,7 +348,7 @@ class SeenKeys:
         self.length = length
         self.window = window
         self._each = [
-            (_gone if one is None else weakref.ref(one), None if late else _writes(one))
+            ((lambda: None) if one is None else weakref.ref(one), None if late else _writes(one))
             for one, late in zip(keys, written, strict=True)
         ]
 
@@ -425,7 +428,7 @@ def matches_keys(cache: Any) -> bool:
         return False
     seen = _seen(cache)
     generation = GENERATION.get()
-    if generation is not None and known.ids is None and generation.has_filled(keeper):
+    if generation is not None and known.ids is None and id(keeper) in generation.caches:
         # Beams of one prompt have the same mask, so it does not matter how `generate` has reordered them.
         followed: CachedPositions | None = dataclasses.replace(known, keys=seen, mask=None, by_next_mask=True)
     else:
@@ -477,10 +480,6 @@ def _seen(cache: Any) -> SeenKeys | None:
     length = last.get_seq_length()
     window = getattr(last, "sliding_window", 0) if getattr(last, "is_sliding", False) else 0
     return SeenKeys(keys, length if isinstance(length, int) else None, window, keys[-1], [False] * len(keys))
-
-
-def _gone() -> None:
-    """Takes the place of a reference to keys that no longer exist."""
 
 
 def _keys(cache: Any) -> list[Tensor]:

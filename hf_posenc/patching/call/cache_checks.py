@@ -185,24 +185,31 @@ def check_cache(part: Part, state: ForwardState) -> None:
         # positions in training, where a compiled static cache is not used.
         return
     if exporting():
-        _check_cache_of_program(part, state)
+        # A program cannot check its lengths.
+        starts = isinstance(state.offset, int) and state.offset == 0
+        refused = None if starts else _refused_growth(part, _FARTHEST)
+        if refused is not None:
+            raise UnsupportedError(
+                "An exported program does not check the length of its cache, and this scheme cannot use a cache at "
+                f"every length. {refused}"
+            )
         return
     cached = int(state.offset) + state.dropped
     if cached > 0:
         total = cached + state.query_length
         # The lengths of rows are on the device, and are not read for a text that is short enough for all of them.
-        reads = part.length_dependent and not (state.position_ids is None and _is_free_to_grow(part, total))
+        reads = part.length_dependent and not (state.position_ids is None and _refused_growth(part, total) is None)
         for before, after in (_lengths_of_rows(state) if reads else None) or [(cached, total)]:
             part.check_cache(before, after)
 
 
-def _is_free_to_grow(part: Part, length: int) -> bool:
-    """Whether a cache may grow from one token to `length`, so that it may between all lengths in between."""
+def _refused_growth(part: Part, length: int) -> UnsupportedError | None:
+    """The error of a cache that grows from one token to `length`; `None` if it may between all lengths in between."""
     try:
         part.check_cache(1, length)
-    except UnsupportedError:
-        return False
-    return True
+    except UnsupportedError as error:
+        return error
+    return None
 
 
 def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
@@ -216,7 +223,7 @@ def _lengths_of_rows(state: ForwardState) -> list[tuple[int, int]] | None:
     assert state.offset is not None
     slots = torch.arange(int(state.offset), device=state.device)
     if known is not None and not known.by_next_mask and int(known.length) >= len(slots):
-        cached = known.counted(slots) if known.ids is None else known.ids
+        cached = known.at(slots)
     else:
         cached = slots.unsqueeze(0) if mask is None else counted_tokens(mask)
     before, after = cached[:, : len(slots)].amax(-1) + 1, state.positions().lengths.squeeze(-1)
@@ -285,19 +292,6 @@ NEGATIVE = (
     "row (RoBERTa's at padding_idx + 1), so do its position_ids. Leave position_ids out, or give each token that the "
     "mask shows a position from the first one on. `generate` counts from 0 unless it is given position_ids."
 )
-
-
-def _check_cache_of_program(part: Part, state: ForwardState) -> None:
-    """Refuses a part whose cache is wrong at some length, because an exported program cannot check its lengths."""
-    if isinstance(state.offset, int) and state.offset == 0:
-        return
-    try:
-        part.check_cache(1, _FARTHEST)
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"An exported program does not check the length of its cache, and this scheme cannot use a cache at every "
-            f"length. {error}"
-        ) from None
 
 
 def _is_packed(state: ForwardState) -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor
 from hf_posenc.attention.backends import Attention, MatrixAttention, MatrixKernel, is_stock_sdpa
 from hf_posenc.attention.block_attention import for_kernel
 from hf_posenc.attention.blockwise import SIZES
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
-from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SeparableBias
+from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ class CheckedLayer:
 
     Args:
         arguments: the arguments of its attention function.
-        device: the device of the layer.
-        rotations: of its `LayerCall`.
         identity: of its `LayerEncoding`.
         attention: its attention with the bias, for layers with the same parts; `None` if others cannot use it.
         learned: whether this holds a learned bias.
@@ -53,8 +51,6 @@ class CheckedLayer:
     """
 
     arguments: Arguments
-    device: torch.device | None
-    rotations: int
     identity: tuple[Any, ...]
     attention: Attention | None
     learned: bool
@@ -83,14 +79,12 @@ class CheckedLayer:
             return None
         return cls(
             arguments,
-            call.state.device,
-            call.rotations,
             encoding.identity,
             call.attention if shares else None,
             learned,
             kernel,
             has_rows,
-            isinstance(call.form, DistanceForm),
+            isinstance(call.form, FusedForm) and call.form.terms is None,
             None if pairs is None else (pairs.query_slots, pairs.keys, pairs.scaling),
         )
 
@@ -116,8 +110,6 @@ class CheckedLayer:
         Returns:
             `None` if the layer has to check its call.
         """
-        if call.state.device != self.device or call.rotations != self.rotations:
-            return None
         try:
             if arguments != self.arguments:
                 return None
@@ -141,10 +133,12 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        if self.places is None:
-            rows = self._rows_by_distance(site, call, bias, query, key)
-        else:
+        if self.places is not None:
             rows = self._rows_of_pairs(site, call, bias, query, key)
+        else:
+            kept = kept_row(bias, call.state, key.shape[2]) if self.by_slots and self.kernel is None else None
+            mask = self.arguments[1]
+            rows = kept[0] if kept else site.distance_form_of(bias, call.state, query, key, mask, folds=False).rows()
         if site.encoding.logit_scale is not None:
             rows = rows * cast("float", site.encoding.logit_scale.factor_of_all)
         rows = for_kernel(rows, query) if self.kernel is None else self.kernel.masked(rows)
@@ -152,15 +146,6 @@ class CheckedLayer:
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
             self.rows[id(bias)] = rows
         return rows
-
-    def _rows_by_distance(
-        self, site: InterfaceAttention, call: LayerCall, bias: DistanceBias, query: Tensor, key: Tensor
-    ) -> Tensor:
-        if self.by_slots and self.kernel is None:
-            kept = kept_row(bias, call.state, key.shape[2])
-            if kept is not None:
-                return kept[0]
-        return site.distance_form_of(bias, call.state, query, key, self.arguments[1], folds=False).rows()
 
     def _rows_of_pairs(
         self, site: InterfaceAttention, call: LayerCall, bias: PairwiseBias, query: Tensor, key: Tensor
@@ -172,7 +157,7 @@ class CheckedLayer:
         inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
         if isinstance(own, SeparableBias) and own.separable:
-            return SeparableForm(own.key_terms(pairs), slots).rows()
+            return FusedForm(None, *lengths, terms=own.key_terms(pairs), query_slots=slots).rows()
         if own.reads_content:
             return cast("Tensor", own(pairs))
         return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)

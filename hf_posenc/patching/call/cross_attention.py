@@ -5,36 +5,27 @@ Keys are mapped before they enter the cross-attention cache, which is filled in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attend_with_bias
-from hf_posenc.attention.block_attention import without_autocast
-from hf_posenc.attention.forms import RowsForm
+from hf_posenc.attention.backends import attention_with
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.attention_site import CacheUpdateHook
-from hf_posenc.patching.call.cache import counted_tokens, first_cache
+from hf_posenc.patching.call.attention_site import CacheUpdateHook, LayerCall
+from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
-from hf_posenc.patching.call.logit_site import check_heads
+from hf_posenc.patching.call.logit_site import check_heads, form_of_places
+from hf_posenc.patching.call.paged_requests import EAGER
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
+from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
-
-
-@dataclass
-class CrossCall:
-    """A call of a layer: whether its keys come from a cache, already mapped, and whether attention was reached."""
-
-    cached: bool
-    attended: bool = False
 
 
 class CrossAttention(Rebound):
@@ -48,7 +39,7 @@ class CrossAttention(Rebound):
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
         super().__init__(module, runtime, encoding)
-        self.calls: PerThread[CrossCall] = PerThread()
+        self.calls: PerThread[LayerCall] = PerThread()
         self._rebind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +53,14 @@ class CrossAttention(Rebound):
                 f"{type(self.module).__name__} was given a {type(both).__name__}, which has no place for the keys of "
                 "cross-attention alone. Pass an EncoderDecoderCache, as generate does, or use_cache=False."
             )
-        calls, call = self.calls.own(), CrossCall(cache is not None)
+        hidden_states = args[0] if args else next(iter(kwargs.values()))
+        # The keys in a cache are mapped.
+        call = LayerCall(self._state(hidden_states.device), hidden_states, keys_mapped=cache is not None)
+        calls = self.calls.own()
         depth = len(calls)
         try:
             calls.append(call)
-            with CacheUpdateHook(cache if self.encoding.query_key_map is not None else None, self._update, call):  # type: ignore[arg-type]
+            with CacheUpdateHook(cache if self.encoding.query_key_map is not None else None, self._update, call):
                 output = self._forward(self.module, *args, **kwargs)
         finally:
             del calls[depth:]
@@ -78,10 +72,10 @@ class CrossAttention(Rebound):
         return output
 
     def _update(
-        self, call: CrossCall, update: Callable[..., Any], key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self, call: LayerCall, update: Callable[..., Any], key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Replaces the cache's `update`: maps the keys before they are stored."""
-        return update(self._mapped_keys(self._state(key.device), key), value, *args, **kwargs)
+        return update(self._mapped_keys(call.state, key), value, *args, **kwargs)
 
     def attend(
         self,
@@ -99,7 +93,7 @@ class CrossAttention(Rebound):
         call = self.calls.top
         assert call is not None
         call.attended = True
-        state = self._state(query.device)
+        state = call.state
         if state.query_length != query.shape[2]:
             raise UnsupportedError(
                 f"{type(self.module).__name__} has {query.shape[2]} queries in a call with {state.query_length} "
@@ -110,7 +104,7 @@ class CrossAttention(Rebound):
             own = state.own(query_key_map)
             phases = state.shared(("cross query phases", id(query_key_map)), lambda: own.phases(state.positions()))
             query = own.map_query(query, phases)
-            if not call.cached:
+            if not call.keys_mapped:
                 key = self._mapped_keys(state, key)
         if bias is None:
             return function(module, query, key, value, mask, *args, **kwargs)
@@ -119,9 +113,12 @@ class CrossAttention(Rebound):
                 f"{type(module).__name__} has a position bias of its own in cross-attention, which a bias of a scheme "
                 "would be added to. Choose a rotation, or leave cross-attention as it is."
             )
-        form = self._form(state, query.shape[2], key.shape[2])
+        keys = encoder_positions(state, key.shape[2], state.device)
+        summands = [state.own(cast("DistanceBias", summand)) for summand in self.encoding.summands]
+        form = form_of_places(summands, state.positions().ids, keys.ids, self.encoding.num_heads)
         check_heads(form.heads, query.shape[1])
-        return attend_with_bias(implementation, function, form, module, query, key, value, mask, *args, **kwargs)
+        given = AttentionCall(implementation or EAGER, function, mask, args, kwargs)
+        return attention_with(given, form, module, query, key)(module, query, key, value)
 
     def _state(self, device: torch.device) -> ForwardState:
         """The state of the decoder's call."""
@@ -143,32 +140,17 @@ class CrossAttention(Rebound):
 
         return own.map_key(key, state.shared(("cross key phases", id(query_key_map)), compute, length))
 
-    def _form(self, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
-        keys, queries = encoder_positions(state, key_length, state.device), state.positions().ids
-        summands = [state.own(summand) for summand in self.encoding.summands]
-
-        def compute(start: int, stop: int, key_count: int) -> Tensor:
-            distance = keys.ids[:, None, :key_count] - queries[:, start:stop, None]
-            with without_autocast(distance.device):
-                per_head: Tensor = functools.reduce(torch.add, (summand(distance) for summand in summands))
-            return per_head.transpose(0, 1)
-
-        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
-
 
 def encoder_positions(state: ForwardState, length: int, device: torch.device | None) -> Positions:
     """The positions of the `length` tokens of an encoder: counted over the real tokens of its mask, -1 at padding."""
     mask = state.encoder_mask
 
     def compute() -> Positions:
-        if mask is None:
-            ids = torch.arange(length, device=device).unsqueeze(0)
-            return Positions(ids, ids.new_full((1, 1), length)).bounded(length)
-        if mask.dim() != 2 or mask.shape[1] != length:
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != length):
             raise UnsupportedError(
                 f"The encoder's mask has the shape {tuple(mask.shape)}, and cross-attention has {length} keys, whose "
                 "positions are therefore unknown. Pass a mask (batch, keys) with 1 for real tokens."
             )
-        return Positions(counted_tokens(mask), mask.bool().to(torch.int64).sum(-1, keepdim=True)).bounded(length)
+        return ForwardState(length, attention_mask=mask, device=device).positions()
 
     return state.shared("encoder positions", compute, length)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
+from hf_posenc.attention.forms import MOST_MATRICES, FusedForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
@@ -33,28 +33,19 @@ def padding_mask(mask: Any, module: nn.Module, offset: int | Tensor | None) -> T
     a window the last query sees exactly the real tokens, unless the caller passed a custom mask, for example with one
     block per packed document.
     """
-    if isinstance(mask, dict):
-        mask = mask.get("full_attention")
-    elif (
-        isinstance(mask, Tensor)
-        and mask.dim() == 4
-        and getattr(getattr(module, "config", None), "sliding_window", None)
-    ):
+    windowed = not isinstance(mask, dict) and getattr(getattr(module, "config", None), "sliding_window", None)
+    mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if windowed or mask.shape[1] != 1:
+        return None  # A separate mask for each head does not show which tokens are padding.
+    # A finite penalty does not hide a key.
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+    # A single query sees what the last one sees.
+    single = visible.shape[1] == 1
+    if not single and not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
         return None
-    if not isinstance(mask, Tensor):
-        return None
-    if mask.dim() == 4:
-        if mask.shape[1] != 1:
-            return None  # A separate mask for each head does not show which tokens are padding.
-        # A finite penalty does not hide a key.
-        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-        last = visible[:, -1]
-        # A single query sees what the last one sees.
-        single = visible.shape[1] == 1
-        if not single and not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
-            return None
-        return last.to(torch.int64)
-    return mask if mask.dim() == 2 else None
+    return visible[:, -1].to(torch.int64)
 
 
 def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
@@ -439,6 +430,6 @@ def split_axes(
 
 
 def _requires_grad(value: Any) -> bool:
-    if isinstance(value, Tensor | DistanceForm):
+    if isinstance(value, Tensor | FusedForm):
         return value.requires_grad
     return isinstance(value, tuple) and any(_requires_grad(item) for item in value)

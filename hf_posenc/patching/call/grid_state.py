@@ -188,12 +188,8 @@ class GridState(ForwardState):
         assert self.grid is not None
         return prefix_rows + math.prod(self.grid) + self.suffix_tokens
 
-    def by_slots(self, length: int) -> ForwardState:
-        """The state of a module with `length` tokens: those of the grid, and others without a place around them."""
-        return self.of_module(length, None)
-
-    def of_module(self, length: int, window: Sizes | None) -> GridTokens:
-        """The state of a module with `length` tokens.
+    def by_slots(self, length: int, window: Sizes | None = None) -> GridTokens:
+        """The state of a module with `length` tokens: those of the grid, and others without a place around them.
 
         Args:
             length: number of tokens.
@@ -240,7 +236,6 @@ class GridTokens(ForwardState):
         suffix_tokens: number of tokens without a place after the patches; the others are before them.
         given: the positions, if the tokens are not those of one grid in raster order.
         numbered: as in `GridState`.
-        attended: number of tokens whose attention was computed, in a module that does so for one part at a time.
     """
 
     grid: Sizes | None = None
@@ -269,10 +264,6 @@ class GridTokens(ForwardState):
                 "another axis (frames), or their order is unknown. Use a one-dimensional scheme (axes=1, 'rope'), or "
                 "choose layers with `layers=`."
             )
-
-    def part(self, start: int, length: int) -> GridTokens:
-        """The positions of `length` of the tokens."""
-        return self.in_order(torch.arange(start, start + length, device=self.device))
 
     def in_order(self, numbers: Tensor) -> GridTokens:
         """The positions of the tokens in the order of their numbers, `(length,)`."""

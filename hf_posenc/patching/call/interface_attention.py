@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attend_with_bias, attention_with
+from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.scores import in_parts
@@ -26,7 +26,6 @@ from hf_posenc.patching.call.attention_site import (
     POSITION_BIAS,
     AttentionSite,
     CacheUpdateHook,
-    KernelCall,
     LayerCall,
     with_batch,
     without_batch,
@@ -197,7 +196,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         """The rotary-only forward replaces just the rotary functions, and records nothing about the call."""
         forward = inspect.unwrap(self._decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
-        replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
+        replaced: dict[str, Any] = {name: RotaryReplacement(function, self) for name, function in rotary.items()}
         # These return a query and its relative bias.
         replaced |= dict.fromkeys(relative_names(forward), lambda module, query, *others: (query, None))
         self._forward = self._with_globals(replaced | {INTERFACE: InterfaceReplacement(self)})
@@ -224,7 +223,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         call.attended = True
         arguments: tuple[Any, ...] = ()
         if self.encoding.checked_with is not None and not args:
-            arguments = self._arguments(implementation, function, query, key, attention_mask, kwargs)
+            arguments = self._arguments(call, implementation, function, query, key, attention_mask, kwargs)
             checked = call.state.scratch.get(self.encoding.checked_with)
             output = None if checked is None else checked.attend(self, call, arguments, query, key, value)
             if output is not None:
@@ -247,12 +246,12 @@ class InterfaceAttention(Rebound, AttentionSite):
         call.writes_pages = paged
         if POSITION_BIAS in kwargs or kwargs.get("scaling") is None:
             attention_mask = self._complete(query, attention_mask, kwargs)
-        kernel = KernelCall(implementation or EAGER, function, attention_mask, args, kwargs, query, key, value)
+        kernel = AttentionCall(implementation or EAGER, function, attention_mask, args, kwargs)
         if split:
-            return attend_split(self, call, kernel)
+            return attend_split(self, call, kernel, query, key, value)
         if paged and self.encoding.reads_pages:
-            return attend_pages(self._attend, call, kernel)
-        output = self._attend(call, kernel)
+            return attend_pages(self._attend, call, kernel, query, key, value)
+        output = self._attend(call, kernel, query, key, value)
         if arguments and call.attention is not None and not (paged or self.runtime.layout.has_axes):
             checked = CheckedLayer.of(self, call, arguments, query, key)
             if checked is not None:
@@ -274,6 +273,7 @@ class InterfaceAttention(Rebound, AttentionSite):
 
     def _arguments(
         self,
+        call: LayerCall,
         implementation: str | None,
         function: Callable[..., Any],
         query: Tensor,
@@ -282,7 +282,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
         """All that decides how attention is computed, except the numbers and the parts of the scheme."""
-        settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), query.dtype, query.shape, key.shape)
+        shapes = (query.dtype, query.shape, key.shape, query.device, call.rotations)
+        settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), *shapes)
         causal = getattr(self.module, "is_causal", None)
         if torch.compiler.is_compiling():
             # Tensors and functions cannot be compared in a graph.
@@ -308,9 +309,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             return bias if mask is None else mask + bias
         return bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
 
-    def _attend(self, call: LayerCall, kernel: KernelCall) -> Any:
+    def _attend(self, call: LayerCall, kernel: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
-        attend, query, key, kwargs = kernel.function, kernel.query, kernel.key, kernel.kwargs
         flash = "flash" in kernel.name
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
@@ -319,26 +319,25 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.near_backend = kernel.name
         form = None
         if self.encoding.logit_bias is not None and (flash or not zero):
-            scaling = kwargs.get("scaling")
+            scaling = kernel.kwargs.get("scaling")
             factor = self.default_scaling if scaling is None else scaling
             heads = (query, key)
             if self.encoding.rotates_by_input:
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self.factors_before(factor))
-                form = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
+                form = self.bias(call, *heads, factors, kernel.mask, flash, self.encoding.rotates_by_input)
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)
         wide = self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1
-        if form is not None and not wide:
-            # Without the heads of this layer, because others may call it.
-            of_layers = AttentionCall(kernel.name, kernel.function, kernel.mask, kernel.args, kwargs)
-            call.form, call.attention = form, attention_with(of_layers, form, self.module, query, key)
-            return call.attention(self.module, query, key, kernel.value)
         if form is not None:
-            attend = functools.partial(attend_with_bias, kernel.name, attend, form)
-        arguments = (self.module, query, key, kernel.value, kernel.mask, *kernel.args)
-        return attend_with_wide_values(attend, *arguments, **kwargs) if wide else attend(*arguments, **kwargs)
+            attend = attention_with(kernel, form, self.module, query, key)
+            if wide:
+                return attend_with_wide_values(attend, self.module, query, key, value)
+            call.form, call.attention = form, attend
+            return attend(self.module, query, key, value)
+        attend = functools.partial(attend_with_wide_values, kernel.function) if wide else kernel.function
+        return attend(self.module, query, key, value, kernel.mask, *kernel.args, **kernel.kwargs)
 
     def _check(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Refuses another number of heads, and a call of a causal layer whose queries would see later keys.
@@ -400,14 +399,15 @@ class InterfaceReplacement:
         return getattr(self.interface, name)
 
 
-class _RotaryReplacement:
+class RotaryReplacement:
     """Replaces a rotary function in the globals of one patched module."""
 
-    def __init__(self, function: Callable[..., Any], site: InterfaceAttention) -> None:
+    def __init__(self, function: Callable[..., Any], site: Any) -> None:
         self.rotary = rotary_call(function)
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the rotary function of the module returns, with tensors that are mapped or unchanged."""
         if self.site.encoding.query_key_map is None and not self.site.runtime.layout.has_axes:
             if self.rotary.begins_with_heads and len(args) > 1:
                 return args[:2]
@@ -418,7 +418,7 @@ class _RotaryReplacement:
         return self.site.rotate(call, self.rotary, args, kwargs)
 
 
-class _FastRotary(_RotaryReplacement):
+class _FastRotary(RotaryReplacement):
     """Replaces a rotary function in the rotary-only forward, which records nothing about the call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

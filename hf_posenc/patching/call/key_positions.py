@@ -216,8 +216,7 @@ def _compute_regularity(state: ForwardState) -> Regularity:
         return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
     if not stated and known is not None and not known.by_next_mask and cached and state.held is None:
-        before = known.counted(torch.arange(cached, device=device)) if known.ids is None else known.ids[:, :cached]
-        farthest = before.to(device).amax(-1)
+        farthest = known.at(torch.arange(cached, device=device)).amax(-1)
         if bool((own[:, 0] <= farthest).any()):
             raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(own[:, 0].min())))
     slots = torch.arange(cached + state.query_length, device=device)
@@ -233,7 +232,7 @@ def _goes_on(state: ForwardState) -> bool:
     generation = None if torch.compiler.is_compiling() else GENERATION.get()
     if generation is None or state.cache_changed or not isinstance(state.offset, int):
         return False
-    if not generation.has_filled(self_attention_cache(state.cache_object)):
+    if id(self_attention_cache(state.cache_object)) not in generation.caches:
         return False
     mask = _usable_mask(state)
     if mask is not None:
@@ -256,7 +255,7 @@ def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, own: 
     if known is None or known.ids is not None or known.by_next_mask or int(known.length) < offset:
         return False
     cached = slots[:offset]
-    return moved | (known.counted(cached) != cached).any()
+    return moved | (known.at(cached) != cached).any()
 
 
 def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:
@@ -364,9 +363,9 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
         return ids
     known = state.held or recorded(state.cache_object)
     offset = 0 if state.offset is None else state.offset
-    cached = None if known is None else known.ids
-    if known is not None and cached is None and not known.by_next_mask:
-        cached = known.counted(slots)
+    cached = None
+    if known is not None and (known.ids is not None or not known.by_next_mask):
+        cached = known.at(slots)
     rows = {one.shape[0] for one in (ids, own, cached) if one is not None} - {1}
     if len(rows) > 1:
         raise UnsupportedError(
@@ -375,7 +374,6 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
             "methods (reorder_cache, batch_select_indices, batch_repeat_interleave), or use_cache=False."
         )
     if cached is not None:
-        cached = cached.to(slots.device).index_select(1, slots.clamp(max=cached.shape[1] - 1))
         ids = cached.where(slots < offset, ids)
     new = slots - offset
     placed = own.index_select(1, new.clamp(0, state.query_length - 1))

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import without_autocast
-from hf_posenc.attention.divided import DividedForm
 from hf_posenc.attention.forms import (
     BiasForm,
-    DistanceForm,
+    FusedForm,
     RowsForm,
-    SeparableForm,
     distance_form,
     first_key_slot,
     sum_of_forms,
 )
+from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
 
 
+#: Of `query . key`, of the query and of the key.
+Factors = tuple[Factor, Factor, Factor]
 _UNEVEN = (
     "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
     "a compiled graph uses the distances between slots. Run this call without torch.compile."
@@ -109,9 +112,7 @@ class LogitSite(PlacedForward):
         call: LayerCall,
         query: Tensor,
         key: Tensor,
-        scaling: float | Tensor,
-        query_factor: float | Tensor = 1.0,
-        key_factor: float | Tensor = 1.0,
+        factors: Factors,
         mask: Any = None,
         folds: bool = False,
         rotated: bool = False,
@@ -122,9 +123,8 @@ class LogitSite(PlacedForward):
             call: the call in progress.
             query: `(batch, heads, query_len, width)`, mapped, before the scale.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
-            scaling: the layer's factor of `query . key`; a tensor that fits the logits if heads differ.
-            query_factor: what the layer has already multiplied `query` with.
-            key_factor: what it has already multiplied `key` with.
+            factors: the layer's factor of `query . key`, and what it has already multiplied `query` and `key` with. A
+                factor is a tensor that fits the logits if heads differ.
             mask: the mask passed to the attention function, if known.
             folds: whether the attention function takes no bias but one that is folded into queries and keys.
             rotated: whether the attention function receives the heads that `rotated_by_input` returns, so that these
@@ -145,13 +145,12 @@ class LogitSite(PlacedForward):
                 continue
             if not pairs:
                 check_cache(bias, state)
-                call.pairs = whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
+                call.pairs = whole = self._pairs(call, query, key, factors)
                 pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, state, pairs[index]))
-        lengths = query.shape[-2], key.shape[-2]
-        form = forms[0] if len(forms) == 1 else sum_of_forms(forms, *lengths, self.encoding.causal)
+        form = forms[0] if len(forms) == 1 else sum_of_forms(forms, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
-        return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
+        return form if self.encoding.logit_scale is None else self._scaled_form(form, state)
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives.
@@ -167,7 +166,7 @@ class LogitSite(PlacedForward):
             with without_autocast(query.device):
                 return apply_rotation(query, call.rotation, rotation.layout), key
         # Rotated heads are multiplied by the layer itself, with its own factor.
-        pairs = self._pairs(call, query, key, scaling=1.0)
+        pairs = self._pairs(call, query, key, (1.0, 1.0, 1.0))
         check_heads(self.encoding.num_heads, query.shape[1])
         summands = self.encoding.summands
         for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
@@ -255,9 +254,9 @@ class LogitSite(PlacedForward):
             restarts = mask is None and query.shape[0] == 1
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
-        def compute() -> DistanceForm:
+        def compute() -> FusedForm:
             row = kept_row(bias, state, key_length) if query_length == 1 else None
-            form = row and DistanceForm(row[0][0, :, 0], 1, key_length, row[1])
+            form = row and FusedForm(row[0][0, :, 0], 1, key_length, row[1])
             form = form or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
                 form = dataclasses.replace(form, of_layers=state.may_be_of_layers())
@@ -273,26 +272,19 @@ class LogitSite(PlacedForward):
         Distances are subtracted as integers and then scaled. A number per key would be rounded at the size of the
         positions, so that a far token would cost near ones their precision. Only kernels without a bias receive it.
         """
-        offset, first = self.key_start(state, query_length, key_length)
-        keys = key_positions(state, first, key_length)
-        device = keys.ids.device
-        query_slots = torch.arange(query_length, device=device) + (offset - first)
-        own_bias = state.own(bias)
-        slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal and own_bias.states_slopes else None
+        _, first = self.key_start(state, query_length, key_length)
+        keys, query_slots = self._places(state, query_length, key_length)
+        own_bias, linear = state.own(bias), folds and self.encoding.causal
+        slopes = own_bias.slopes_behind(keys.ids.device) if linear and own_bias.states_slopes else None
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
-            return SeparableForm(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
+            return FusedForm.of_keys(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
 
-        def compute(start: int, stop: int, key_count: int) -> Tensor:
-            own = keys.ids.index_select(-1, query_slots[start:stop])
-            with without_autocast(device):
-                per_head: Tensor = own_bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
-            return per_head.transpose(0, 1)
+        queries = keys.ids.index_select(-1, query_slots)
+        return form_of_places([own_bias], queries, keys.ids, self.encoding.num_heads)
 
-        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
-
-    def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
+    def _scaled_form(self, form: BiasForm, state: ForwardState) -> RowsForm:
         scale, bias = self.scale(state), self.encoding.logit_bias
         hides = isinstance(bias, PairwiseBias) and bias.hides_pairs
 
@@ -302,17 +294,9 @@ class LogitSite(PlacedForward):
             # A learned scale may be 0 or negative, and a blend gives hidden pairs a part of `HIDDEN`.
             return torch.where(rows > HIDDEN / 1e6, rows * of_rows, rows) if hides else rows * of_rows
 
-        return RowsForm(compute, query.shape[-2], key_length, form.heads)
+        return RowsForm(compute, form.query_length, form.key_length, form.heads)
 
-    def _pairs(
-        self,
-        call: LayerCall,
-        query: Tensor,
-        key: Tensor,
-        scaling: float | Tensor,
-        query_factor: float | Tensor = 1.0,
-        key_factor: float | Tensor = 1.0,
-    ) -> AttentionPairs:
+    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
         self.find_features(call, query_length, key_length)
         if state.dropped:
@@ -325,17 +309,8 @@ class LogitSite(PlacedForward):
         assert self.encoding.logit_bias is not None
         if state.coordinates is not None:
             refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
-        return AttentionPairs(
-            query=query,
-            key=key,
-            query_slots=query_slots,
-            keys=keys,
-            scaling=scaling,
-            query_factor=query_factor,
-            key_factor=key_factor,
-            hidden_states=call.hidden_states,
-            key_features=call.key_features,
-        )
+        inputs = (call.hidden_states, call.key_features)
+        return AttentionPairs(query, key, query_slots, keys, factors[0], *inputs, *factors[1:])
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
         """Refuses a cache that has dropped its oldest keys."""
@@ -380,6 +355,25 @@ class LogitSite(PlacedForward):
         return offset, first
 
 
+def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor, heads: int) -> RowsForm:
+    """The sum of distance biases, computed for every pair.
+
+    Args:
+        biases: the biases, on the device of the positions.
+        queries: `(batch or 1, query_len)`, the positions of the queries.
+        keys: `(batch or 1, key_len)`, those of the keys.
+        heads: number of heads.
+    """
+
+    def compute(start: int, stop: int, key_count: int) -> Tensor:
+        distance = keys[:, None, :key_count] - queries[:, start:stop, None]
+        with without_autocast(distance.device):
+            per_head: Tensor = functools.reduce(torch.add, (bias(distance) for bias in biases))
+        return per_head.transpose(0, 1)
+
+    return RowsForm(compute, queries.shape[-1], keys.shape[-1], heads)
+
+
 def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[Tensor, Tensor | None] | None:
     """The bias of a single query that is the newest token, from values of twice the length that a cache keeps.
 
@@ -403,15 +397,14 @@ def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[
 
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) -> BiasForm:
-    bias = state.own(part)
+    bias, key_length = state.own(part), pairs.key.shape[-2]
     if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
             terms = bias.key_terms(pairs)
         if terms.ndim != 3:
             raise wrong_shape(bias, terms, "(batch or 1, heads, key_len)")
-        return SeparableForm(terms, pairs.query_slots)
+        return FusedForm(None, pairs.query.shape[-2], key_length, terms=terms, query_slots=pairs.query_slots)
 
-    key_length = pairs.key.shape[-2]
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
     repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
 
@@ -432,12 +425,11 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
         check_heads(result.shape[1], pairs.query.shape[1])
         return result if result.shape[-1] == key_count else result[..., :key_count]
 
-    form = RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
-    if pairs.query.shape[-2] == 1 or torch.is_grad_enabled() or traced() or not isinstance(bias, PairwiseBias):
-        return form
-    with without_autocast(pairs.query.device):
-        other = bias.other_heads(pairs)
-    return form if other is None else DividedForm(**vars(form), other=other)
+    other = None
+    if isinstance(bias, PairwiseBias) and pairs.query.shape[-2] > 1 and not torch.is_grad_enabled() and not traced():
+        with without_autocast(pairs.query.device):
+            other = bias.other_heads(pairs)
+    return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1], other)
 
 
 def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:

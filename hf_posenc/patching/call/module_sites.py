@@ -88,15 +88,11 @@ class TableSite(PlacedForward):
         Also returns any outputs of the table besides its vectors (a scaling factor in I-BERT), or `None`.
         """
         if self._is_plain:
-            rows = args[0] if args else kwargs["input"]
-            return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), None
-        output = self._numbered_table()(*args, **kwargs)
-        extras = None
+            return one_axis(args[0] if args else kwargs["input"]), None
+        output, extras = self._numbered_table()(*args, **kwargs), None
         if isinstance(output, tuple):
-            output, *others = output
-            extras = tuple(others)
-        rows = output.squeeze(-1).round().to(torch.int64)
-        return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), extras
+            output, extras = output[0], output[1:]
+        return one_axis(output.squeeze(-1).round().to(torch.int64)), extras
 
     def _numbered_table(self) -> nn.Module:
         weight = table_weight(self.module)
@@ -210,7 +206,7 @@ class AddToHiddenStates(OfStack):
         tokens = hidden_states.shape[-2] if grid is None else grid[0] * grid[1]
         state = self.runtime.state_for(tokens, hidden_states.device)
         if isinstance(state, GridState):
-            state = state.of_module(tokens, grid)
+            state = state.by_slots(tokens, grid)
             if state.numbered and phases is not None:
                 state = state.in_order(numbers_in(phases))
         encoded = vectors(self.additive, state).to(hidden_states.dtype)

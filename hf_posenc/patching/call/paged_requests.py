@@ -13,17 +13,18 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.blockwise import additive_mask
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import LayerCall
+from hf_posenc.patching.call.cache import heads_first
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.forwards import parameters_of
-
-if TYPE_CHECKING:
-    from hf_posenc.patching.call.attention_site import KernelCall, LayerCall
 
 PREFIX = "paged|"
 EAGER = "eager"
@@ -54,11 +55,6 @@ class Requests:
     real: Tensor | None = None
     sees_all: bool = True
 
-    @property
-    def key_length(self) -> int:
-        """Number of keys, padding included."""
-        return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else self.keys.shape[1]
-
     def mask(self, implementation: str, packed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The mask of these requests, in the format of the attention function.
 
@@ -70,21 +66,16 @@ class Requests:
         Returns:
             The mask, or `None` if every query sees all keys up to its own.
         """
-        if isinstance(self.queries, slice):
-            assert isinstance(self.keys, slice)
-            length = self.queries.stop - self.queries.start
-            causal = implementation != "eager" and length == self.key_length and self.sees_all
+        if isinstance(self.keys, slice):
+            length, key_length = self.state.query_length, self.keys.stop - self.keys.start
+            causal = implementation != "eager" and length == key_length and self.sees_all
             return None if packed is None or length == 1 or causal else packed[..., self.queries, self.keys]
         if self.real is None:
             return None
         if "flash" in implementation:
             return self.real.long()
         visible = self.real[:, None, None]
-        if implementation != "eager":
-            return visible
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
-            ~visible, torch.finfo(dtype).min
-        )
+        return additive_mask(visible, dtype) if implementation == "eager" else visible
 
 
 def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -119,11 +110,6 @@ def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
     return heads_first(keys), heads_first(values)
-
-
-def heads_first(read: Tensor) -> Tensor:
-    """What a cache has read, `(1, key_value_heads, all keys, width)`. With 5.17 it is `(all keys, heads, width)`."""
-    return read.transpose(0, 1).unsqueeze(0) if read.dim() == 3 else read
 
 
 def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
@@ -175,54 +161,42 @@ def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
     return Requests(state, queries, keys.where(real, first), None if bool(real.all()) else real)
 
 
-def cut(packed: Tensor, rows: slice | Tensor) -> Tensor:
-    """Selects some requests from the packed row.
-
-    Returns:
-        `(requests, length, ...)`.
-    """
-    return packed[:, rows] if isinstance(rows, slice) else packed[0, rows]
-
-
 def cut_heads(packed: Tensor, rows: slice | Tensor) -> Tensor:
-    """Same as `cut` for `(1, heads, all tokens, width)`; returns `(requests, heads, length, width)`."""
+    """Selects some requests, `(requests, heads, length, width)`, from the packed row `(1, heads, tokens, width)`."""
     return packed[:, :, rows] if isinstance(rows, slice) else packed[0, :, rows].transpose(0, 1)
 
 
-def put(packed: Tensor, rows: slice | Tensor, values: Tensor) -> None:
-    """The inverse of `cut`."""
-    if isinstance(rows, slice):
-        packed[:, rows] = values
-    else:
-        packed[0, rows] = values
-
-
-def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall, kernel: KernelCall) -> Any:
+def attend_pages(
+    attend: Callable[[LayerCall, AttentionCall, Tensor, Tensor, Tensor], Any],
+    call: LayerCall,
+    kernel: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Any:
     """Computes the attention of all requests in one row, whose keys were read from their pages.
 
     Args:
         attend: computes the attention of one or more requests as of a call of their own.
         call: the call of the layer.
-        kernel: the call of the attention function, with the tokens of all requests.
+        kernel: the call of the attention function.
+        query: `(1, heads, new tokens, width)`, those of all requests.
+        key: `(1, key_value_heads, all keys, width)`.
+        value: `(1, key_value_heads, all keys, value_dim)`.
     """
-    features, (query, key, value) = call.key_features, (kernel.query, kernel.key, kernel.value)
-    mask, kwargs, length = kernel.mask, kernel.kwargs, key.shape[2]
+    features, mask, kwargs, length = call.key_features, kernel.mask, kernel.kwargs, key.shape[2]
     # Layers with the same mask share the groups.
     groups = call.state.shared("requests", lambda: _group(call.state, length, mask, kwargs), length, mask=mask)
     own_kwargs = {name: value for name, value in kwargs.items() if name not in _REQUEST_ARGUMENTS} | {"is_causal": True}
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     for requests in groups:
-        own = call.of_tokens(requests.state, cut(call.hidden_states, requests.queries))
+        hidden_states = cut_heads(call.hidden_states.unsqueeze(1), requests.queries).squeeze(1)
+        own = LayerCall(requests.state, hidden_states)
         own.key_features = None if features is None else cut_heads(features, requests.keys)
         if call.rotation is not None:
             own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
-        own_kernel = dataclasses.replace(
-            kernel,
-            query=cut_heads(query, requests.queries),
-            key=cut_heads(key, requests.keys),
-            value=cut_heads(value, requests.keys),
-            mask=requests.mask(kernel.name, mask, query.dtype),
-            kwargs=dict(own_kwargs),
-        )
-        put(output, requests.queries, attend(own, own_kernel)[0])
+        own_mask = requests.mask(kernel.name, mask, query.dtype)
+        own_kernel = dataclasses.replace(kernel, mask=own_mask, kwargs=dict(own_kwargs))
+        heads = cut_heads(query, requests.queries), cut_heads(key, requests.keys), cut_heads(value, requests.keys)
+        output[:, requests.queries] = attend(own, own_kernel, *heads)[0]
     return output, None

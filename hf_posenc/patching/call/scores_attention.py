@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
-from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.interface_attention import RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
-from hf_posenc.schemes.parts import QueryKeyMap
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -28,6 +27,9 @@ class ScoresAttention(AttentionSite):
     If the module calls a rotary function, queries and keys are mapped there, before the cache. Otherwise keys are
     mapped when the cache is updated, and queries when they are multiplied with the keys.
     """
+
+    #: These modules reshape cached keys to their original width.
+    caches_wide_keys = False
 
     def __init__(
         self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, bias_arguments: tuple[str, ...]
@@ -83,8 +85,9 @@ class ScoresAttention(AttentionSite):
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
         def bias(scaling: Factor, query_factor: Factor, key_factor: Factor) -> Tensor:
+            factors = scaling, query_factor, key_factor
             rotated = self.encoding.rotates_by_input
-            return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).rows()
+            return self.bias(call, *seen[0], factors, rotated=rotated).rows()
 
         mode = ScoresMode(
             type(self.module).__name__,
@@ -92,7 +95,7 @@ class ScoresAttention(AttentionSite):
             pair_map if self.encoding.parts else None,
             bias if adds_bias else None,
         )
-        function = in_decorators(type(self.module).forward, self._rebind(forward, call))
+        function = in_decorators(type(self.module).forward, self._rebind(forward))
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
         calls = self.calls.own()
         depth = len(calls)
@@ -134,19 +137,11 @@ class ScoresAttention(AttentionSite):
         # One number, which fits any scores: some models build a bias for their native length.
         return value.new_zeros((1,) * value.dim()) if silenced else value
 
-    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
-        """False for wider heads: these modules reshape cached keys to their original width."""
-        return query_key_map.width_factor == 1
-
-    def _rebind(self, forward: types.FunctionType, call: LayerCall) -> types.FunctionType:
+    def _rebind(self, forward: types.FunctionType) -> types.FunctionType:
         names = rotary_names(forward)
         if not names:
             return forward
-        return rebind(forward, {name: self._rotary(forward.__globals__[name], call) for name in names})
-
-    def _rotary(self, function: Any, call: LayerCall) -> Any:
-        rotary = rotary_call(function)
-        return lambda *args, **kwargs: self.rotate(call, rotary, args, kwargs)
+        return rebind(forward, {name: RotaryReplacement(forward.__globals__[name], self) for name in names})
 
     def rotate_pair(self, phases: Any, query: Tensor, key: Tensor) -> Any:
         """Stands in for the rotary method of the module. `query`, `key` are `(batch, heads, query_len, head_dim)`."""

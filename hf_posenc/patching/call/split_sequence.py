@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.backends import attention_without_mask
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import LayerCall
 from hf_posenc.patching.call.cache import CachedPositions, record, self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.key_positions import visible_pairs
 from hf_posenc.schemes.refusals import CONTEXT_PARALLELISM
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.call.attention_site import KernelCall, LayerCall
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
     from hf_posenc.patching.call.runtime import StackRuntime
 
@@ -271,13 +272,18 @@ def _is_padded(mask: Any, group: Any, order: Tensor, length: int) -> bool:
     return not bool(real.all())
 
 
-def attend_split(site: InterfaceAttention, call: LayerCall, kernel: KernelCall) -> Any:
+def attend_split(
+    site: InterfaceAttention, call: LayerCall, kernel: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> Any:
     """Computes the attention of the queries of this process, with the keys of all.
 
     Args:
         site: the attention module, whose scheme has a bias.
         call: the call of the layer.
-        kernel: the call of the attention function, with the tokens of this process.
+        kernel: the call of the attention function.
+        query: `(batch, heads, length, width)`, those of this process.
+        key: `(batch, key_value_heads, length, width)`.
+        value: `(batch, key_value_heads, length, value_dim)`.
     """
     sequence, encoding = call.state.sequence, site.encoding
     assert sequence is not None
@@ -285,18 +291,18 @@ def attend_split(site: InterfaceAttention, call: LayerCall, kernel: KernelCall) 
     features = None
     if encoding.num_features:
         features = sequence.of_all(site.new_features(call) if call.key_features is None else call.key_features)
-    key, value = sequence.of_all(kernel.key), sequence.of_all(kernel.value)
+    key, value = sequence.of_all(key), sequence.of_all(value)
     scaling = kernel.kwargs.get("scaling")
     factor = site.default_scaling if scaling is None else scaling
     outputs = []
     for run in sequence.runs:
         seen = run.stop if encoding.causal else key.shape[2]
-        own = call.of_tokens(run.state, call.hidden_states[:, run.queries])
+        own = LayerCall(run.state, call.hidden_states[:, run.queries])
         own.key_features = None if features is None else features[:, :, :seen]
-        heads = kernel.query[:, :, run.queries], key[:, :, :seen]
-        form = site.bias(own, *heads, factor, *site.factors_before(factor))
+        heads = query[:, :, run.queries], key[:, :, :seen]
+        form = site.bias(own, *heads, (factor, *site.factors_before(factor)))
         if encoding.causal:
-            form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
+            form = without_later_keys(form, run.start)
         scaled = heads[0] if encoding.logit_scale is None else site.scaled(run.state, heads[0])
         attend = attention_without_mask(kernel, form, site.module, scaled, heads[1])
         outputs.append(attend(site.module, scaled, heads[1], value[:, :, :seen])[0])

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_posenc import PositionEncodingError
 from hf_posenc.attention import block_attention
 from hf_posenc.attention.backends import attention_with
-from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.attention.forms import FusedForm
 from tests.attention.fused import masks_of_kernels
 from tests.devices import kernels, spreading
 from tests.devices.inside.subjects import SCHEMES, on_one_device
@@ -43,7 +43,7 @@ def test_no_scheme_needs_plain_operators_where_stock_does_not(scheme: str, dtype
 def test_layers_share_what_the_kernel_gets(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One matrix in the dtype of the kernel, without -inf, which a query that sees no key might not survive."""
     given = masks_of_kernels(monkeypatch)
-    form = DistanceForm(torch.full((2, 11), -20.0), 6, 6)
+    form = FusedForm(torch.full((2, 11), -20.0), 6, 6)
     of_mask = torch.float32 if case == "mask in float32" else torch.float16
     mask = None if case == "autocast" else torch.full((1, 1, 6, 6), torch.finfo(of_mask).min, dtype=of_mask)
     heads = torch.ones(1, 2, 6, 8, dtype=torch.float32 if case == "autocast" else torch.float16)
