@@ -63,7 +63,7 @@ def _compile_regions(call: Call) -> Any:
     if any(hasattr(module, ATTRIBUTE) for module in modules):
         warn_user(
             "accelerate's regional compilation copies the modules around the layers. In a patched model, these copies "
-            "run the forward of the originals, so no layer is compiled. Compile the whole model: use torch.compile, or "
+            "run the original layers, so no layer is compiled. To compile the whole model, use torch.compile(model) or "
             "TorchDynamoPlugin(use_regional_compilation=False)."
         )
     return call.run()

@@ -141,6 +141,16 @@ def test_padding_before_a_text_has_the_same_gradient_in_all_kernels(
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
+def test_a_trained_bias_has_the_same_gradient_in_a_graph() -> None:
+    """With padding before the text, whose last token sees no key and predicts the first token."""
+    model, ids = patched("llama_gqa", "t5", attn_implementation="sdpa").train(), tokens()
+    mask = left_padding(ids.shape[1], 5)
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "use_cache": False}
+    torch.compiler.reset()
+    found = [gradients(model, call(**given).loss) for call in (model, torch.compile(model, backend="aot_eager"))]
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
 def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks beyond `bias_numbers` are checkpointed. Rows from the first pass would have other saved tensors."""
     set_sizes(monkeypatch, short_pairs=10**6, kept_numbers=1, bias_numbers=1)
