@@ -6,9 +6,9 @@ the logits is the gradient of the bias. For a short text, the number of operator
 probabilities takes fewer of them.
 
 A mask may hide all keys of a query, as for padding before a text. Its output is the mean of the values, as in eager
-attention, and does not depend on the scores. A softmax gives the scores a gradient nevertheless. The kernels of torch
-give one that is far too large, because they keep the logarithm of the sum of each row, which vanishes next to the number
-at hidden pairs. So the kernel gets another row for such a query, and the mean of the values replaces its output.
+attention, and does not depend on the scores. A softmax gives the scores a gradient nevertheless. Torch's kernels give
+one that is far too large, because they keep the logarithm of the sum of each row, which vanishes next to the number at
+hidden pairs. So the kernel gets another row for such a query, and the mean of the values replaces its output.
 """
 
 from __future__ import annotations
