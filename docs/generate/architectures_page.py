@@ -25,6 +25,8 @@ _COLUMNS = {
     "vision": ("Vision parts", tuple(GRID_SCHEMES)),
     "series": ("Audio and time-series parts", tuple(SERIES_SCHEMES)),
 }
+#: The column of a model all of which is refused, if its kind is not a kind of text.
+_OF_WHOLE = {"vision": "vision", "video": "vision", "audio": "series", "time series": "series"}
 
 
 def document(records: list[FoundRecord]) -> str:
@@ -87,8 +89,8 @@ def _counts(records: list[FoundRecord]) -> str:
         f"{transformers.__version__} has **{len(types)} architectures**. {state['without']} of them have no softmax "
         f"self-attention. Of the other {attending}:\n\n"
         f"- **{state['works']} work**: in every part, each scheme passes all checks or is refused with a reason\n"
-        f"- {state['fails']} fail a check\n"
-        f"- {state['refused']} are refused with every scheme\n"
+        + (f"- {state['fails']} fail a check\n" if state["fails"] else "")
+        + f"- {state['refused']} are refused with every scheme\n"
         f"- {state['unbuilt']} were not built for this test"
     )
 
@@ -181,7 +183,12 @@ def _placed(records: Iterable[FoundRecord]) -> list[FoundRecord]:
 
 
 def _columns_of(record: FoundRecord) -> str:
-    return "whole" if record["kind"] in WITH_VOCABULARY_HEAD else str(record.get("columns", "text"))
+    kind = record["kind"]
+    if kind in WITH_VOCABULARY_HEAD:
+        return "whole"
+    # A model that is refused before its parts are known has only its kind.
+    whole = record.get("refusal") and not record.get("part")
+    return _OF_WHOLE.get(kind, "text") if whole else str(record.get("columns", "text"))
 
 
 def _schemes_of(record: FoundRecord) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -36,6 +37,15 @@ class Caller:
         self.pair = pair
         self.model: PreTrainedModel = tiny_model(pair)
         self.inputs = self._tokens() if pair.has_vocabulary_head else self._inputs()
+
+    def in_float64(self) -> Caller:
+        """A copy whose model and inputs are in float64."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model).double()
+        twin.inputs = {name: _double(value) for name, value in self.inputs.items()}
+        # The grouped multiplication of experts is not defined for float64.
+        twin.model.set_experts_implementation("eager")
+        return twin
 
     def _tokens(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(7)
@@ -178,6 +188,10 @@ class Caller:
         order = torch.tensor([7, 2, 10, 0, 5, 9, 1, 4, 8, 3, 6, 11])
         last, moved = (self._logits_of(model(input_ids=one))[:, -1] for one in (tokens, tokens[:, order]))
         return float((last - moved).abs().max() / last.std())
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from tests.thinning import mostly_slow
 
-from .checks import check_pair
+from .calling import Caller
+from .checks import Checker, check_pair
 from .examination import examine
 from .findings import Record
 from .heads import refusals
@@ -69,12 +73,24 @@ def test_every_check_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal-mamba", "masked-reformer", "masked-funnel", "causal-deepseek_v32", "seq2seq-longt5"]
+    "name",
+    ["causal-mamba", "masked-reformer", "masked-funnel", "causal-deepseek_v32", "seq2seq-longt5", "vision-swiftformer"],
 )
 def test_refusals_name_the_reason_and_leave_no_trace(name: str) -> None:
     (record,) = check_pair(pair_named(name))
     assert len(record.refusal) > 40
     assert_holds(record)
+
+
+def test_rounding_is_told_from_an_error() -> None:
+    checker = Checker(Caller(pair_named("causal-llama")))
+    checker.scale = 1.0
+
+    def judge(way: Callable[[Caller], torch.Tensor]) -> str:
+        return checker._same(way, checker.caller.logits(), whole=lambda caller: caller.logits()).verdict
+
+    assert judge(lambda caller: caller.logits() + 2e-4) == "fail"
+    assert judge(lambda caller: caller.logits() + 2e-4 * (caller.model.dtype == torch.float32)) == "pass"
 
 
 def test_a_model_without_attention_is_told_apart() -> None:

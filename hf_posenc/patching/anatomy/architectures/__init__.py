@@ -90,6 +90,11 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ),
     ("qwen3_asr_encoder",): "its sinusoids start again in every window, and all windows are packed in one row, so its "
     "layers are not told the place of a frame. Patch the text part.",
+    ("cvt",): "convolutions make its queries and keys, so they show the order of patches, and its keys are fewer than "
+    "its queries.",
+    ("mobilevitv2", "swiftformer"): "its attention weighs each patch by a score of its own. No query is compared with "
+    "a key, so there is no logit that a scheme could change.",
+    ("slanet",): "its encoder is a convolution, and its decoder a recurrent cell that attends to the picture.",
     ("wavtokenizer",): "its only attention layer, of one head, stands between convolutions, which show it the order of "
     "its input.",
 }

@@ -375,6 +375,8 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
             "it receives patches of the context and of the targets, in an order that its arguments do not show",
         )
     ),
+    # Its head, which reads what the vision tower returns, has a recurrent cell with "Attention" in its name.
+    ("slanext",): Architecture(attention_classes=("SLANeXtVisionAttention",)),
     ("hiera", "sam2_hiera_det_model"): Architecture(limits=POOLED_PATCHES),
     ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"): Architecture(
         left_alone=(r"^vit_merger\.", "it compares the four patches of a window, which have their own order"),
