@@ -131,12 +131,13 @@ def test_a_scale_may_call_its_numbers_anything() -> None:
     assert torch.equal(doubled(pair, "raised"), doubled(pair, "scale"))
 
 
+@pytest.mark.parametrize("scheme", ["wavelet", "rerope", "dual_chunk", "attention_sinks"])
 @pytest.mark.parametrize("length", [7, 8])
-def test_a_factor_in_the_shape_of_the_logits_is_not_one_of_the_query(length: int) -> None:
+def test_a_factor_in_the_shape_of_the_logits_is_not_one_of_the_query(length: int, scheme: str) -> None:
     """OpenAI GPT multiplies its scores with a matrix of zeros and ones; 8 is the width of a head."""
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16}
     model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)).eval()
-    patch_model(model, "wavelet")
+    patch_model(model, scheme)
     tokens = torch.arange(16).unsqueeze(0)
     with torch.no_grad():
         whole, part = model(tokens).logits, model(tokens[:, :length]).logits

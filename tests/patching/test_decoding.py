@@ -68,6 +68,15 @@ def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
             assert distance(found[1, PADS:], alone) <= 1e-4, kind
 
 
+@pytest.mark.parametrize("scheme", ["string", "cope", "grape_ap", *FEATURES], ids=str)
+@torch.no_grad()
+def test_products_of_a_scheme_are_not_taken_for_those_of_the_module(scheme: Any) -> None:
+    """Bloom's scores are found by the width of a head, which is also a number of cached tokens here."""
+    model, ids = drawn(patched("bloom", scheme), std=0.3), tokens(2, LENGTH)
+    found = decoded(model, ids, DynamicCache(), [1] * LENGTH)
+    assert distance(found, model(ids, use_cache=False).logits) <= 1e-4
+
+
 #: Schemes whose decoding steps reuse numbers that follow from weights.
 KEEPING: list[Any] = [
     "t5",

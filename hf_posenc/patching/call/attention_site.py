@@ -16,6 +16,7 @@ from transformers.cache_utils import StaticLayer
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
+from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
@@ -53,6 +54,7 @@ class LayerCall:
         form: the bias, once it is known.
         attention: attention with it.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
+        mode: what finds the scores of a module that computes them itself.
         key_features: the features of the bias for each key, cached ones included, once they are known.
         rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
             the cache, if it has.
@@ -71,6 +73,7 @@ class LayerCall:
     form: BiasForm | None = None
     attention: Attention | None = None
     next_token: int = 0
+    mode: ScoresMode | None = None
 
     def of_next(self, length: int) -> LayerCall:
         """The call for the next `length` tokens, if the layer computes attention for one part of its tokens at a time.

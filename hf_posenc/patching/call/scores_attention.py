@@ -95,6 +95,7 @@ class ScoresAttention(AttentionSite):
             pair_map if self.encoding.parts else None,
             bias if adds_bias else None,
         )
+        call.mode = mode
         function = in_decorators(type(self.module).forward, self._rebind(forward))
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
         calls = self.calls.own()
@@ -142,6 +143,18 @@ class ScoresAttention(AttentionSite):
         if not names:
             return forward
         return rebind(forward, {name: RotaryReplacement(forward.__globals__[name], self) for name in names})
+
+    def update_cache(self, call: LayerCall, *args: Any, **kwargs: Any) -> Any:
+        """As in other layers. The products of the scheme and of the cache are not those of queries and keys."""
+        assert call.mode is not None
+        with call.mode.paused():
+            return super().update_cache(call, *args, **kwargs)
+
+    def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:
+        """As in other layers. The products of the scheme are not those of queries and keys."""
+        assert call.mode is not None
+        with call.mode.paused():
+            return super().rotate_tensors(call, first, second, time_axis)
 
     def rotate_pair(self, phases: Any, query: Tensor, key: Tensor) -> Any:
         """Stands in for the rotary method of the module. `query`, `key` are `(batch, heads, query_len, head_dim)`."""

@@ -61,7 +61,11 @@ class FarRotation(PairwiseBias):
         far_query, far_key = self.rotation.map_query(query, of_query), self.rotation.map_key(key, of_key)
         far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
-        bias = (change * pairs.scaling).where(are_far, 0.0)
+        scaling = pairs.scaling
+        if isinstance(scaling, Tensor) and scaling.dim():
+            # It may have a number for each pair.
+            scaling = scaling[..., : are_far.shape[-1]]
+        bias = (change * scaling).where(are_far, 0.0)
         if narrowed:
             bias = nn.functional.pad(bias, (0, pairs.key.shape[-2] - bias.shape[-1]))
         return bias if hidden is None else bias.masked_fill(hidden, HIDDEN)
