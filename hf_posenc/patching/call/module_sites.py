@@ -13,7 +13,7 @@ to the length of the native one.
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
 from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, table_weight
+from hf_posenc.patching.anatomy.weights import copied
 from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
-from hf_posenc.patching.call.grid_state import GridState, numbers_in
+from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.outside_stack import is_outside, state_of_layer
 from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -166,19 +167,12 @@ class _LongTable:
 
 def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:
     """A copy of the table module whose row p is `[p]`; writing to it does not change the original."""
-    clone = copy.copy(module)
-    clone.__dict__ = dict(module.__dict__)
+    clone = copied(module, Tensor.detach)
     clone.__dict__.pop("forward", None)
-    clone.__dict__["_parameters"] = dict(module._parameters)
-    clone.__dict__["_buffers"] = dict(module._buffers)
-    column = numbers.unsqueeze(-1)
-    for name in WEIGHT_NAMES:
-        if name in clone._parameters:
-            clone._parameters[name] = nn.Parameter(column, requires_grad=False)
-        elif name in clone._buffers:
-            clone._buffers[name] = column
-        elif isinstance(clone.__dict__.get(name), Tensor):
-            clone.__dict__[name] = column
+    places: tuple[Any, ...] = (clone._parameters, clone._buffers, clone.__dict__)
+    for place, name in itertools.product(places, WEIGHT_NAMES):
+        if place.get(name) is not None:
+            place[name] = numbers.unsqueeze(-1)
     return clone
 
 
@@ -204,11 +198,9 @@ class AddToHiddenStates(OfStack):
         """Adds the vectors of patches: `(batch, tokens, hidden)`, without a batch, or with rows and columns."""
         grid = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
         tokens = hidden_states.shape[-2] if grid is None else grid[0] * grid[1]
-        state = self.runtime.state_for(tokens, hidden_states.device)
-        if isinstance(state, GridState):
-            state = state.by_slots(tokens, grid)
-            if state.numbered and phases is not None:
-                state = state.in_order(numbers_in(phases))
+        state = self.runtime.state_for(tokens, hidden_states.device, grid)
+        if state.numbered and phases is not None:
+            state = in_order(state, numbers_in(phases))
         encoded = vectors(self.additive, state).to(hidden_states.dtype)
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
