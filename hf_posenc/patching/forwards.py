@@ -308,16 +308,25 @@ class Viewed:
         raise NotImplementedError
 
 
-class ZeroRows:
-    """Stands in for a buffer whose rows a stack adds. The buffer is not changed."""
+class WithoutTable(Viewed):
+    """Runs a stack that adds the rows of a buffer on a view that adds zeros instead. The buffer is not changed."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.name = name
 
+    def replaced(self) -> dict[str, Any]:
+        """The buffer."""
+        return {self.name: property(lambda view: _ZeroRows(self.module._buffers[self.name]))}
+
+
+class _ZeroRows:
+    def __init__(self, table: Tensor | None) -> None:
+        self.table = table
+
     def to(self, **kwargs: Any) -> Tensor | None:
-        """Returns the table, which the stack assigns to its buffer. Afterwards it reads this object again."""
-        return self.module._buffers[self.name]
+        """Returns the table, which the stack assigns to its buffer and reads again afterwards."""
+        return self.table
 
     def __getitem__(self, places: tuple[Tensor, slice]) -> Tensor:
         """Returns a single column of zeros, which can be added to embeddings of any width and dtype."""

@@ -27,7 +27,7 @@ from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, T
 from hf_posenc.patching.forwards import forward_parameters, names_used
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding, Part
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.transaction import Transaction
@@ -168,9 +168,6 @@ class Layout:
         raise NotImplementedError
 
     # Placing a scheme.
-
-    def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
-        """Refuses parts that cannot encode such tokens."""
 
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
         """The effects of the parts that number tokens in order although the tokens have rows and columns."""

@@ -30,7 +30,7 @@ from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModule
 from hf_posenc.patching.call.parallel import HeadShard, refuse_replicas, split_part
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.forwards import ZeroOutput, ZeroRows, forward_on_instance, unrotated
+from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, forward_on_instance, unrotated
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import KINDS_IN_LAYERS, StackRecord
@@ -140,7 +140,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         architecture.silence(stack, journal)
     for module, name in architecture.fixed_tables(stack) if architecture.fixed_tables else ():
         if module is stack.module:
-            journal.set(module, name, ZeroRows(module, name))
+            runtime.viewed = WithoutTable(module, name)
     if stack.mechanism:
         report.replaced.append(f"{stack.name}: {stack.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
