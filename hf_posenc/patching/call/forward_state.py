@@ -282,31 +282,6 @@ class ForwardState:
             )
         return ForwardState(length, offset=self.offset, device=self.device, memo=self.memo)
 
-    def padded_to(self, length: int) -> ForwardState:
-        """The state for an architecture that appends padding, until the number of tokens is a multiple of a window.
-
-        With fewer tokens than there are, it is that of the padding alone (Longformer with `inputs_embeds`).
-        """
-        more, mask = length - self.query_length, self.attention_mask
-        if more < 0:
-            hidden = torch.zeros(1, length, dtype=torch.int64, device=self.device)
-            return ForwardState(length, attention_mask=hidden, device=self.device)
-        if mask is None:
-            mask = torch.ones(1, self.query_length, dtype=torch.int64, device=self.device)
-
-        def padded(value: Tensor | None, filler: int) -> Tensor | None:
-            return None if value is None else nn.functional.pad(value, (0, more), value=filler)
-
-        return dataclasses.replace(
-            self,
-            query_length=length,
-            attention_mask=padded(mask, 0),
-            position_ids=padded(self.position_ids, -1),
-            token_ids=padded(self.token_ids, 0),
-            scratch={},
-            memo={},
-        )
-
     def shared(
         self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None, everywhere: bool = False
     ) -> Value:

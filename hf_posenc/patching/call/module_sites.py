@@ -75,7 +75,12 @@ class TableSite(PlacedForward):
             encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
         else:
             state = self.runtime.state_for(rows.shape[-1], weight.device)
-            encoded = vectors(self.additive, state, lambda: self._positions(state, rows))
+            more = _appended(self.runtime, state, rows.shape[-1])
+            if rows.shape[-1] == more:
+                encoded = torch.zeros(1, more, weight.shape[1], device=weight.device)
+            else:
+                own = rows[..., :-more] if more else rows
+                encoded = _padded(vectors(self.additive, state, lambda: self._positions(state, own)), more)
         encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)
 
@@ -114,9 +119,6 @@ class TableSite(PlacedForward):
             # The architecture counts slots.
             return state.positions()
         ids = rows - self.origin
-        if self.runtime.appends_padding and self.runtime.state is not None:
-            # Some architectures look up rows for the padding that they append, which the table may not have.
-            ids = ids.where(torch.arange(ids.shape[-1], device=ids.device) < self.runtime.state.query_length, -1)
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:
             # Architectures that use slots as positions encode a left-padded sequence differently from the same sequence
@@ -124,6 +126,19 @@ class TableSite(PlacedForward):
             left_padded = state.attention_mask[:, :1] == 0
             ids = torch.where(left_padded.to(ids.device), counted.to(ids.device), ids)
         return state.counted_by_model(ids)
+
+
+def _appended(runtime: StackRuntime, state: ForwardState, length: int) -> int:
+    """How many of the `length` tokens of a module are padding that the architecture has appended.
+
+    With fewer tokens than there are, all of them are (Longformer with `inputs_embeds`).
+    """
+    more = length - state.query_length if runtime.appends_padding else 0
+    return length if more < 0 else more
+
+
+def _padded(encoded: Tensor, more: int) -> Tensor:
+    return nn.functional.pad(encoded, (0, 0, 0, more)) if more else encoded
 
 
 class TableOwner(Viewed, PlacedForward):
@@ -218,9 +233,10 @@ class AddToHiddenStates(OfStack):
                 "The memory of this architecture stores the input of its first layer before positions are added, so "
                 "the remembered tokens would have no positions under an additive scheme. Call it with use_mems=False."
             )
-        if state.query_length != length:
+        more = _appended(self.runtime, state, length)
+        if state.query_length + more != length:
             state = state.by_slots(length)
-        encoded = in_dtype(vectors(self.additive, state, state.positions), hidden_states.dtype)
+        encoded = _padded(in_dtype(vectors(self.additive, state, state.positions), hidden_states.dtype), more)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)
 
 

@@ -234,6 +234,7 @@ class StackRuntime:
         #: it runs as it is. Set while the scheme is in place.
         self.viewed: Viewed | None = None
         #: Whether the stack appends padding, until the number of its tokens is a multiple of a window or a block.
+        #: What is added to such tokens has no effect, so they get zeros.
         self.appends_padding = stack.sparse
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
@@ -280,8 +281,6 @@ class StackRuntime:
             state = state.on(device)
         if state is not None and state.query_length == UNKNOWN:
             return state.shared(("tokens", window), lambda: state.by_slots(query_length, window), query_length)
-        if state is not None and self.appends_padding and query_length != state.query_length:
-            return state.shared("padded", lambda: state.padded_to(query_length), query_length)
         if state is not None:
             return state
         if torch.compiler.is_compiling():
