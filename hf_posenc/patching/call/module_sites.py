@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
-from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, table_weight
+from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, PositionTable, table_weight
 from hf_posenc.patching.anatomy.weights import copied
 from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
@@ -45,18 +45,15 @@ class TableSite(PlacedForward):
     """Stands in for the `forward` of one position table.
 
     Args:
-        module: the table; its weight is kept, but not used.
+        table: the table; its weight is kept, but not used.
         runtime: the runtime of its stack.
         additive: the scheme's part, or `None` for no position encoding.
-        origin: the row of the first token.
     """
 
-    def __init__(
-        self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None, origin: int
-    ) -> None:
-        super().__init__(module, runtime)
+    def __init__(self, table: PositionTable, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        super().__init__(table.module, runtime)
+        self.table = table
         self.additive = additive
-        self.origin = origin
         self._numbered: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,8 +63,7 @@ class TableSite(PlacedForward):
         """Returns `(batch or 1, query_len, hidden)` in the native dtype, with the table's extra outputs, if any."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        weight = table_weight(self.module)
-        assert weight is not None
+        weight = self.table.weight
         if self.additive is None and self._is_plain:
             return torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         rows, extras = self.looked_up_rows(args, kwargs)
@@ -101,11 +97,9 @@ class TableSite(PlacedForward):
         return one_axis(output.squeeze(-1).round().to(torch.int64)), extras
 
     def _numbered_table(self) -> nn.Module:
-        weight = table_weight(self.module)
-        assert weight is not None
-        state, numbered = self.runtime.state, self._numbered
+        weight, state, numbered = self.table.weight, self.runtime.state, self._numbered
         cached = state.offset if state is not None and isinstance(state.offset, int) else 0
-        needed = cached + (0 if state is None else state.query_length) + self.origin
+        needed = cached + (0 if state is None else state.query_length) + self.table.origin
         known = None if numbered is None else table_weight(numbered)
         if known is None or known.shape[0] <= needed or known.device != weight.device:
             rows = max(_NUMBERED_ROWS, weight.shape[0], 2 * needed)
@@ -118,7 +112,7 @@ class TableSite(PlacedForward):
         if state.goes_on:
             # The architecture counts slots.
             return state.positions()
-        ids = rows - self.origin
+        ids = rows - self.table.origin
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:
             # Architectures that use slots as positions encode a left-padded sequence differently from the same sequence

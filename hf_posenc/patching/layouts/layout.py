@@ -184,7 +184,7 @@ class Layout:
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture, the rows of the tables, by those of a scheme."""
         for table in stack.tables:
-            site = TableSite(table.module, encoding.runtime, encoding.additive, table.origin)
+            site = TableSite(table, encoding.runtime, encoding.additive)
             journal.set_forward(table.module, site)
             owner = stack.module.get_submodule(table.path.rpartition(".")[0])
             # Some owners read the weight of their table.
