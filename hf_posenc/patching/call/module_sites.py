@@ -28,7 +28,7 @@ from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.outside_stack import is_outside, state_of_layer
-from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed
+from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed, WithOverrides
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
@@ -153,25 +153,14 @@ class TableOwner(Viewed, PlacedForward):
         return type(self.module).forward(self.view, *args, **kwargs)
 
     def replaced(self) -> dict[str, Any]:
-        """The table."""
-        return {self.name: property(lambda _: _LongTable(self.module, self.name))}
+        """The table, with a weight that shows no number of rows that an input could exceed. Its values are not used."""
+        return {self.name: property(lambda _: self._long(getattr(self.module, self.name)))}
 
-
-class _LongTable:
-    """A patched table whose weight shows no number of rows that an input could exceed. Its values are not used."""
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        self.table = getattr(owner, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.table(*args, **kwargs)
-
-    @property
-    def weight(self) -> Tensor:
-        """`(2**31, hidden)` that take no memory."""
-        weight = table_weight(self.table)
+    def _long(self, table: nn.Module) -> Any:
+        weight = table_weight(table)
         assert weight is not None
-        return weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1])
+        # A single number takes no memory.
+        return WithOverrides(table, weight=weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1]))
 
 
 def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:
