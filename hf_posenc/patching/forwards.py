@@ -345,6 +345,10 @@ class WithOverrides:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._target, name, value)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the object."""
+        return self._target(*args, **kwargs)
+
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
     """Removes a hook, registered or not. It is found by identity, because an interrupt could lose a handle."""

@@ -30,15 +30,6 @@ class Places:
     placed: Tensor | None = None
 
 
-def other_axes(given: int, scheme: str, axes: int) -> str:
-    """Says that a scheme for `axes` axes cannot encode positions on `given`."""
-    return (
-        f"The tokens have positions on {given} axes, but the scheme {scheme!r} was built for {axes}. Give it {given} "
-        f"axes: `axes={given}` (alibi, log_cpb, sinusoidal, t5), a `grid` of {given - 1} sizes (rope_nd) or of "
-        f"{given} (swin, learned). 'mrope' is for time, height and width in the text part of a model."
-    )
-
-
 def places(
     positions: Positions, axes: int, scheme: str, grid: tuple[int, ...] | None = None, num_prefix_tokens: int = 0
 ) -> Places:
@@ -53,14 +44,18 @@ def places(
         num_prefix_tokens: number of tokens before `grid`, which have no place.
 
     Raises:
-        ValueError: if the coordinates have another number of axes.
-        UnsupportedError: if there are none and `grid` is `None`.
+        UnsupportedError: if the coordinates have another number of axes, or if there are none and `grid` is `None`.
     """
     coordinates = positions.coordinates
     if coordinates is not None:
         given = coordinates.shape[0]
         if given != axes:
-            raise ValueError(other_axes(given, scheme, axes))
+            raise UnsupportedError(
+                f"The tokens have positions on {given} axes, but the scheme {scheme!r} was built for {axes}. Give it "
+                f"{given} axes: `axes={given}` (alibi, log_cpb, sinusoidal, t5), a `grid` of {given - 1} sizes "
+                f"(rope_nd) or of {given} (swin, learned). 'mrope' is for time, height and width in the text part of "
+                "a model."
+            )
         return Places(coordinates, positions.extents, positions.placed)
     if grid is None:
         raise UnsupportedError(

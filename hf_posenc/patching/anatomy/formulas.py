@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
     refuse_other_angles,
 )
 from hf_posenc.patching.anatomy.sites import FixedTable
-from hf_posenc.patching.anatomy.weights import onload_weights
+from hf_posenc.patching.anatomy.weights import copied, onload_weights
 from hf_posenc.schemes import SinusoidalConfig
 from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -92,7 +91,7 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> li
     Raises:
         UnsupportedError: if its phases are not the products of positions and frequencies.
     """
-    clone = scratch_copy(rotary)
+    clone = copied(rotary, torch.clone)  # Running a module may change its buffers.
     device = inverse_frequencies_of(clone, layer_type).device
     found = []
     lengths = _lengths(rotary, layer_type, parameters)
@@ -154,14 +153,6 @@ def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None) -> Any:
     return getattr(rotary, name, None) if value is None else value
 
 
-def scratch_copy(module: nn.Module) -> nn.Module:
-    """A copy of the module with cloned buffers, so that running it does not change the module."""
-    clone = copy.copy(module)
-    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-    clone.__dict__ = module.__dict__ | {"_buffers": buffers}
-    return clone
-
-
 def frequencies_by_axis(rotary: nn.Module, layer_type: str | None, layout: str) -> Tensor | None:
     """The frequencies of every axis of a rotary module, found by moving one token along one axis at a time.
 
@@ -180,7 +171,7 @@ def frequencies_by_axis(rotary: nn.Module, layer_type: str | None, layout: str) 
     if axes == 1:
         return None
     own = inverse_frequencies_of(rotary, layer_type)
-    clone, pairs = scratch_copy(rotary), own.shape[-1]
+    clone, pairs = copied(rotary, torch.clone), own.shape[-1]
     hidden = torch.zeros(1, 1, 1, device=own.device)
     rows = []
     for axis in range(axes):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import SchemeConfig
-
-if TYPE_CHECKING:
-    pass
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
 FixedTable = tuple[nn.Module, str]

@@ -7,13 +7,12 @@ they are valid for any version of transformers.
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
@@ -33,7 +32,7 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
+from hf_posenc.patching.forwards import is_of_transformers, registered_function
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -183,57 +182,37 @@ def _before_the_last(tokens: int) -> list[int]:
 
 def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
     """Returns the error for a stack in which positions act, given what depends on them."""
+    model_type, kind = stack.config.model_type, type(stack.module).__name__
     if _nothing_found(stack):
-        return UnsupportedError(_undiscovered_message(stack, what))
-    return UnsupportedError((_silenced_message if _is_silenced(stack) else _own_message)(stack, what))
-
-
-def _undiscovered_message(stack: Stack, what: str) -> str:
-    words = _token_embeddings(stack.module)
-    tables = [
-        path
-        for path, module in stack.module.named_modules()
-        if isinstance(module, nn.Embedding) and module is not words and "token_type" not in path
-    ]
-    candidates = f" Embeddings other than the token embeddings: {', '.join(tables)}." if tables else ""
-    return (
-        f"No position table, rotary function or bias was found in this {type(stack.module).__name__}, but {what}. It "
-        f"has an unknown position mechanism, which would remain active next to any scheme.{candidates} Declare the "
-        f"mechanism with hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...): `tables` "
-        "names position tables, and `silence` disables any other mechanism."
-    )
-
-
-def _token_embeddings(module: PreTrainedModel) -> nn.Module | None:
-    """The token embeddings of a stack; `None` if it reads none."""
-    if "input_ids" not in forward_parameters(type(module)):
-        return None
-    try:
-        embeddings: nn.Module | None = module.get_input_embeddings()
-    except NotImplementedError:  # The architecture does not say which module they are.
-        return None
-    return embeddings
-
-
-def _silenced_message(stack: Stack, what: str) -> str:
-    model_type = stack.config.model_type
-    return (
-        f"The {stack.mechanism or 'rotation'} of this {type(stack.module).__name__} "
-        f"({model_type}) was disabled, but {what} nevertheless: transformers {transformers.__version__} computes it in "
-        "a place unknown to hf_posenc, and it would remain active next to any scheme. Use a version of transformers "
-        "that hf_posenc was tested with, or declare how to disable it with "
-        f"hf_posenc.register_architecture({model_type!r}, architecture=...)."
-    )
-
-
-def _own_message(stack: Stack, what: str) -> str:
+        words = None
+        with suppress(NotImplementedError):  # The architecture does not say which module they are.
+            words = stack.module.get_input_embeddings()
+        tables = [
+            path
+            for path, module in stack.module.named_modules()
+            if isinstance(module, nn.Embedding) and module is not words and "token_type" not in path
+        ]
+        candidates = f" Embeddings other than the token embeddings: {', '.join(tables)}." if tables else ""
+        return UnsupportedError(
+            f"No position table, rotary function or bias was found in this {kind}, but {what}. It has an unknown "
+            f"position mechanism, which would remain active next to any scheme.{candidates} Declare the mechanism with "
+            f"hf_posenc.register_architecture({model_type!r}, architecture=...): `tables` names position tables, and "
+            "`silence` disables any other mechanism."
+        )
+    if _is_silenced(stack):
+        return UnsupportedError(
+            f"The {stack.mechanism or 'rotation'} of this {kind} ({model_type}) was disabled, but {what} nevertheless: "
+            f"transformers {transformers.__version__} computes it in a place unknown to hf_posenc, and it would remain "
+            "active next to any scheme. Use a version of transformers that hf_posenc was tested with, or declare how "
+            f"to disable it with hf_posenc.register_architecture({model_type!r}, architecture=...)."
+        )
     function = stack.config._attn_implementation if registered_function(stack.config) else None
     own = f" The attention function {function!r} was registered by other code." if function else ""
-    return (
-        f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
-        f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, or wraps "
-        f"code that has, and they would remain active next to any scheme.{own} Use the class and the attention "
-        "function of transformers, or take positions out of your own, and set a wrapper after patch_model."
+    return UnsupportedError(
+        f"The positions of this {kind} ({model_type}, transformers {transformers.__version__}) were disabled, but "
+        f"{what} nevertheless. It has positions of its own, or wraps code that has, and they would remain active next "
+        f"to any scheme.{own} Use the class and the attention function of transformers, or take positions out of your "
+        "own, and set a wrapper after patch_model."
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import base64
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -68,10 +68,11 @@ def copied_to(part: Module, device: torch.device) -> Module:
     weights may change after it.
     """
     with onload_weights(part):
-        return _copied(part, device)
+        return copied(part, lambda weight: weight.to(device))
 
 
-def _copied(module: Module, device: torch.device) -> Module:
+def copied(module: Module, change: Callable[[Tensor], Tensor]) -> Module:
+    """A copy of a module, and of those inside it, with changed weights. Weights can be set on it alone."""
     made = copy.copy(module)
     state: dict[str, Any] = dict(module.__dict__)
     made.__dict__ = state
@@ -82,8 +83,8 @@ def _copied(module: Module, device: torch.device) -> Module:
         # accelerate does not delete this attribute when it removes a hook.
         del state["forward"]
     for kind in ("_parameters", "_buffers"):
-        state[kind] = {name: None if weight is None else weight.to(device) for name, weight in state[kind].items()}
-    state["_modules"] = {name: None if one is None else _copied(one, device) for name, one in module._modules.items()}
+        state[kind] = {name: None if weight is None else change(weight) for name, weight in state[kind].items()}
+    state["_modules"] = {name: None if one is None else copied(one, change) for name, one in module._modules.items()}
     return made
 
 

@@ -22,7 +22,7 @@ from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
 from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
+from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.outside_stack import state_of_layer
@@ -82,14 +82,14 @@ class LayerCall:
         window.
         """
         state = self.state
-        if not isinstance(state, GridTokens) or state.query_length == length:
+        if not state.of_grid or state.query_length == length:
             return self
         start, self.next_token = self.next_token, self.next_token + length
         if self.next_token > state.query_length:
             return self
 
-        def find() -> GridTokens:
-            return state.in_order(torch.arange(start, start + length, device=state.device))
+        def find() -> ForwardState:
+            return in_order(state, torch.arange(start, start + length, device=state.device))
 
         part = state.shared(("part", start), find, length)
         hidden_states = self.hidden_states[:, start : self.next_token]
@@ -190,10 +190,7 @@ class AttentionSite(LogitSite):
 
     def state_for(self, length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
         """The positions of a layer's `length` tokens. On a grid, these may be the tokens of a window of these sizes."""
-        state = self.runtime.state_for(length, device)
-        if isinstance(state, GridState):
-            sizes = self.window if window is None else window
-            return state.shared(("tokens", sizes), lambda: state.by_slots(length, sizes), length)
+        state = self.runtime.state_for(length, device, self.window if window is None else window)
         if state.query_length == length:
             return state
         return state.shared("own tokens", lambda: state.by_slots(length), length)
@@ -235,10 +232,10 @@ class AttentionSite(LogitSite):
         self, state: ForwardState, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ForwardState:
         """The positions in the order of the phases that the layer received, if these are numbers of tokens."""
-        if not isinstance(state, GridTokens) or not state.numbered:
+        if not state.numbered:
             return state
         phases = rotary.phases(args, kwargs)
-        return state.shared("in order", lambda: state.in_order(numbers_in(phases)), mask=phases)
+        return state.shared("in order", lambda: in_order(state, numbers_in(phases)), mask=phases)
 
     def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:
         """Maps a query and a key, or a single tensor for functions that are called once for each."""

@@ -29,7 +29,6 @@ from hf_posenc.patching.call.cache import (
     set_note,
 )
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import AdditiveEncoding, Part
@@ -172,8 +171,8 @@ _FARTHEST = 2**31
 
 def check_cache(part: Part, state: ForwardState) -> None:
     """Refuses packed rows, caches and tokens without a place that a part cannot encode."""
-    if isinstance(state, GridTokens):
-        state.check_places(part)
+    if state.of_grid:
+        _check_places(part, state)
         return
     if part.length_dependent and not torch.compiler.is_compiling() and _is_packed(state):
         PACKED_ROWS.refuse(needs_of([part]), "this scheme")
@@ -201,6 +200,17 @@ def check_cache(part: Part, state: ForwardState) -> None:
         reads = part.length_dependent and not (state.position_ids is None and _refused_growth(part, total) is None)
         for before, after in (_lengths_of_rows(state) if reads else None) or [(cached, total)]:
             part.check_cache(before, after)
+
+
+def _check_places(part: Part, state: ForwardState) -> None:
+    """Refuses tokens without places for a part that reads them."""
+    if part.reads_coordinates and (state.placed is None or state.placed.coordinates is None):
+        raise UnsupportedError(
+            f"{type(part).__name__} reads the rows and columns of patches, but a layer of this model computes "
+            f"attention over {state.query_length} tokens that are not the patches of an image: they belong to "
+            "another axis (frames), or their order is unknown. Use a one-dimensional scheme (axes=1, 'rope'), or "
+            "choose layers with `layers=`."
+        )
 
 
 def _refused_growth(part: Part, length: int) -> UnsupportedError | None:
@@ -257,7 +267,7 @@ def negative_positions(state: ForwardState, ids: Tensor, first: int = 0) -> Tens
 
     `None` if no positions were given, or the mask does not show which tokens are real. Padding of a grid has no mask.
     """
-    if state.position_ids is None or state.mask_hides_padding or isinstance(state, GridTokens):
+    if state.position_ids is None or state.mask_hides_padding or state.of_grid:
         return None
     counted = state.mask_positions()
     before = ids < first

@@ -90,6 +90,11 @@ class ForwardState:
         goes_on: whether the caller passed no positions to a call with such a cache, so that `position_ids` go on from
             those of its keys.
         sequence: the tokens of all processes, if the scheme has a bias and each process has some (context parallelism).
+        expected: the number of tokens that convolutions make of the input, in an encoder with a fixed input; 0 if
+            unknown.
+        of_grid: whether this is the state of one module of a stack of patches.
+        placed: the positions of these patches; `None` if their places are unknown.
+        numbered: whether the phases that a layer receives are the numbers of its tokens.
     """
 
     query_length: int
@@ -107,6 +112,10 @@ class ForwardState:
     dropped: int = 0
     goes_on: bool = False
     sequence: SplitSequence | None = None
+    expected: int = 0
+    of_grid: bool = False
+    placed: Positions | None = None
+    numbered: bool = False
     #: Where the tensors of this state are; `None` before the first module of the stack has asked.
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.
@@ -151,7 +160,7 @@ class ForwardState:
         """Whether this state is that of a module with `length` tokens on `device`, as that of most modules is."""
         if self.device is None:
             self.device = device
-        return self.query_length == length and self.device == device and type(self) is ForwardState
+        return self.query_length == length and self.device == device
 
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
@@ -203,6 +212,8 @@ class ForwardState:
 
     def _resolve(self) -> Positions:
         device = self.device
+        if self.placed is not None:
+            return self.placed
         if self.position_ids is not None:
             return self.with_lengths(self.position_ids.to(device))
         mask = self.attention_mask
@@ -239,12 +250,29 @@ class ForwardState:
             lengths = mask.bool().to(torch.int64).sum(-1, keepdim=True).to(ids.device)
         return Positions(ids, lengths, self.coordinates, self.token_ids, memo=self.memo)
 
-    def by_slots(self, length: int) -> ForwardState:
-        """The state for an architecture that prepends its own tokens (CPM-Ant's prompt): every slot is a position.
+    def by_slots(self, length: int, window: tuple[int, ...] | None = None) -> ForwardState:
+        """The state of a module with `length` tokens.
+
+        If convolutions or patches inside the stack make the tokens, they are counted from 0, or from the end of the
+        cache. The mask of the call has a column per frame or sample. It shows which tokens are padding only if there
+        are as many tokens as columns.
+
+        Otherwise an architecture prepends its own tokens (CPM-Ant's prompt), and every slot is a position.
 
         Raises:
             UnsupportedError: for fewer tokens than there are.
         """
+        if self.query_length == UNKNOWN:
+            end = self.offset + length if isinstance(self.offset, int) else length
+            given, mask = self.position_ids, self.attention_mask
+            return dataclasses.replace(
+                self,
+                query_length=length,
+                position_ids=None if given is None or given.shape[-1] != length else given,
+                attention_mask=None if mask is None or mask.shape[-1] != end else mask,
+                rotary_position_ids=None,
+                scratch={},
+            )
         self.require_whole("a layer has other tokens than the model, which it has added itself")
         if length < self.query_length:
             raise UnsupportedError(
@@ -253,31 +281,6 @@ class ForwardState:
                 "the first layer, such as 'learned'."
             )
         return ForwardState(length, offset=self.offset, device=self.device, memo=self.memo)
-
-    def padded_to(self, length: int) -> ForwardState:
-        """The state for an architecture that appends padding, until the number of tokens is a multiple of a window.
-
-        With fewer tokens than there are, it is that of the padding alone (Longformer with `inputs_embeds`).
-        """
-        more, mask = length - self.query_length, self.attention_mask
-        if more < 0:
-            hidden = torch.zeros(1, length, dtype=torch.int64, device=self.device)
-            return ForwardState(length, attention_mask=hidden, device=self.device)
-        if mask is None:
-            mask = torch.ones(1, self.query_length, dtype=torch.int64, device=self.device)
-
-        def padded(value: Tensor | None, filler: int) -> Tensor | None:
-            return None if value is None else nn.functional.pad(value, (0, more), value=filler)
-
-        return dataclasses.replace(
-            self,
-            query_length=length,
-            attention_mask=padded(mask, 0),
-            position_ids=padded(self.position_ids, -1),
-            token_ids=padded(self.token_ids, 0),
-            scratch={},
-            memo={},
-        )
 
     def shared(
         self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None, everywhere: bool = False
@@ -320,37 +323,6 @@ class ForwardState:
         count: int = self.scratch.get("biases", 0)
         self.scratch["biases"] = count + 1
         return count < MOST_MATRICES
-
-
-@dataclass
-class SeriesState(ForwardState):
-    """The positions of a call whose number of tokens follows from convolutions or patches inside the stack.
-
-    Every module asks for the positions of as many tokens as it receives. They are counted from 0, or from the end of
-    the cache. The mask of the call has a column per frame or sample. It shows which tokens are padding only if there
-    are as many tokens as columns.
-
-    Args:
-        expected: the number of tokens that convolutions make of this input, in an encoder with a fixed input; 0 if
-            unknown.
-    """
-
-    expected: int = 0
-
-    def by_slots(self, length: int) -> ForwardState:
-        """The state of a module with `length` tokens."""
-        end = length if self.offset is None or not isinstance(self.offset, int) else self.offset + length
-        mask, given = self.attention_mask, self.position_ids
-        return ForwardState(
-            length,
-            offset=self.offset,
-            position_ids=None if given is None or given.shape[-1] != length else given,
-            attention_mask=None if mask is None or mask.shape[-1] != end else mask,
-            cache_object=self.cache_object,
-            cache_changed=self.cache_changed,
-            device=self.device,
-            memo=self.memo,
-        )
 
 
 def one_axis(position_ids: Tensor) -> Tensor:

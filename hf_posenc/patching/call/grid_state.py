@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping
@@ -12,14 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.forward_state import UNKNOWN, ForwardState
 from hf_posenc.schemes.grids import grid_coordinates
-from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 
 
-def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: torch.device | None) -> Positions:
+def in_raster(
+    grid: tuple[int, ...],
+    length: int,
+    suffix_tokens: int,
+    device: torch.device | None,
+    memo: dict[Hashable, Any] | None = None,
+) -> Positions:
     """The positions of `length` tokens in which the patches of a grid follow row by row.
 
     Args:
@@ -27,6 +30,7 @@ def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: to
         length: number of tokens. Those before the patches have no place.
         suffix_tokens: number of tokens without a place after the patches.
         device: device of the result.
+        memo: as in `Positions`.
     """
     patches = math.prod(grid)
     before = length - suffix_tokens - patches
@@ -35,7 +39,8 @@ def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: to
     placed = (slots >= 0) & (slots < patches)
     sizes = torch.stack([ids.new_full((1, length), size) for size in grid])
     coordinates = grid_coordinates(slots.where(placed, 0), grid[1:])
-    return Positions(ids, ids.new_full((1, 1), length), coordinates, None, sizes, placed, grid)
+    lengths, memo = ids.new_full((1, 1), length), {} if memo is None else memo
+    return Positions(ids, lengths, coordinates, None, sizes, placed, grid, memo=memo).bounded(length)
 
 
 def of_images(sizes: Tensor, length: int, memo: dict[Hashable, Any]) -> Positions:
@@ -164,7 +169,6 @@ class GridState(ForwardState):
         coordinates: `(axes, 1, length)` that the model passes to its rotary module, for images packed in one row.
         hidden_patches: `(batch, patches)` bool, the patches that the model may drop.
         kept: `(batch, patches)` int64, the patches in raster order that remain after others were dropped.
-        numbered: whether the phases that layers receive are the numbers of their tokens.
     """
 
     grid: Sizes | None = None
@@ -174,7 +178,6 @@ class GridState(ForwardState):
     shown_patches: Tensor | None = None
     hidden_patches: Tensor | None = None
     kept: Tensor | None = None
-    numbered: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -188,92 +191,59 @@ class GridState(ForwardState):
         assert self.grid is not None
         return prefix_rows + math.prod(self.grid) + self.suffix_tokens
 
-    def by_slots(self, length: int, window: Sizes | None = None) -> GridTokens:
+    def by_slots(self, length: int, window: Sizes | None = None) -> ForwardState:
         """The state of a module with `length` tokens: those of the grid, and others without a place around them.
 
         Args:
             length: number of tokens.
             window: sizes of the windows in which the module works, if it may.
         """
-        tokens = GridTokens(length, device=self.device, memo=self.memo, numbered=self.numbered)
+        tokens = ForwardState(length, device=self.device, memo=self.memo, of_grid=True, numbered=self.numbered)
+        given = None
         if window is not None and math.prod(window) == length:
-            tokens.grid = window
+            tokens.placed = in_raster(window, length, 0, self.device, self.memo)
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
-            tokens.place(packed(self.coordinates, self.memo))
+            given = packed(self.coordinates, self.memo)
         elif self.coordinates is not None and self.coordinates.shape[-1] == 4 * length:
             coarse = merged(self.coordinates)
-            if coarse.shape[-1] == length:
-                tokens.place(packed(coarse, {}))
+            given = packed(coarse, {}) if coarse.shape[-1] == length else None
         elif self.shown_patches is not None and self.shown_patches[0].numel() == length:
-            tokens.place(of_padded_images(self.shown_patches, self.memo))
+            given = of_padded_images(self.shown_patches, self.memo)
         elif self.sizes is not None:
-            tokens.given = of_images(self.sizes, length, self.memo)
+            tokens.placed = of_images(self.sizes, length, self.memo)
         elif self.grid is not None:
-            self._fill(tokens, self.grid)
+            given = self._of_kept(self.grid, length)
+            if given is None and length - math.prod(self.grid) >= self.suffix_tokens:
+                tokens.placed = in_raster(self.grid, length, self.suffix_tokens, self.device, self.memo)
+        if given is not None:
+            tokens.placed, tokens.position_ids = given, given.ids
         return tokens
 
-    def _fill(self, tokens: GridTokens, grid: Sizes) -> None:
-        length, kept = tokens.query_length, self.kept
-        others = length - math.prod(grid)
+    def _of_kept(self, grid: Sizes, length: int) -> Positions | None:
+        """The positions of the patches that remain after others were dropped; `None` if none were."""
+        kept = self.kept
         if kept is None and self.hidden_patches is not None:
             shown = (~self.hidden_patches.bool().flatten(1)).nonzero()[:, 1]
             kept = shown.reshape(self.hidden_patches.shape[0], -1)
-        if kept is not None and others < self.suffix_tokens:
-            before = length - kept.shape[1] - self.suffix_tokens
-            whole = in_raster(grid, before + math.prod(grid) + self.suffix_tokens, self.suffix_tokens, kept.device)
-            class_tokens = torch.arange(before, device=kept.device).expand(kept.shape[0], -1)
-            tokens.place(selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo))
-        elif others >= self.suffix_tokens:
-            tokens.grid, tokens.suffix_tokens = grid, self.suffix_tokens
+        if kept is None or length - math.prod(grid) >= self.suffix_tokens:
+            return None
+        before = length - kept.shape[1] - self.suffix_tokens
+        whole = in_raster(grid, before + math.prod(grid) + self.suffix_tokens, self.suffix_tokens, kept.device)
+        class_tokens = torch.arange(before, device=kept.device).expand(kept.shape[0], -1)
+        return selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo)
 
 
-@dataclass
-class GridTokens(ForwardState):
-    """The positions of the tokens of one module: patches in raster order, and tokens without a place around them.
-
-    Args:
-        grid: sizes of the grid; `None` if the tokens have no known places, or `given` has them.
-        suffix_tokens: number of tokens without a place after the patches; the others are before them.
-        given: the positions, if the tokens are not those of one grid in raster order.
-        numbered: as in `GridState`.
-    """
-
-    grid: Sizes | None = None
-    suffix_tokens: int = 0
-    given: Positions | None = None
-    numbered: bool = False
-
-    def place(self, given: Positions) -> None:
-        """Gives the tokens these positions."""
-        self.given, self.position_ids = given, given.ids
-
-    def _resolve(self) -> Positions:
-        if self.given is not None:
-            return self.given
-        if self.grid is None:
-            return super()._resolve()
-        placed = in_raster(self.grid, self.query_length, self.suffix_tokens, self.device)
-        return dataclasses.replace(placed, memo=self.memo).bounded(self.query_length)
-
-    def check_places(self, part: Part) -> None:
-        """Refuses tokens without places for a part that reads them."""
-        if part.reads_coordinates and self.grid is None and (self.given is None or self.given.coordinates is None):
-            raise UnsupportedError(
-                f"{type(part).__name__} reads the rows and columns of patches, but a layer of this model computes "
-                f"attention over {self.query_length} tokens that are not the patches of an image: they belong to "
-                "another axis (frames), or their order is unknown. Use a one-dimensional scheme (axes=1, 'rope'), or "
-                "choose layers with `layers=`."
-            )
-
-    def in_order(self, numbers: Tensor) -> GridTokens:
-        """The positions of the tokens in the order of their numbers, `(length,)`."""
-        found = selected(self.positions(), numbers.unsqueeze(0), self.memo)
-        return GridTokens(len(numbers), device=self.device, memo=self.memo, given=found, position_ids=found.ids)
+def in_order(state: ForwardState, numbers: Tensor) -> ForwardState:
+    """The state of some tokens of a module, in the order of their numbers, `(length,)`."""
+    found = selected(state.positions(), numbers.unsqueeze(0), state.memo)
+    return ForwardState(
+        len(numbers), position_ids=found.ids, device=state.device, memo=state.memo, of_grid=True, placed=found
+    )
 
 
 def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any]) -> GridState:
     """The state of a call, as far as its arguments show the grids."""
-    state = GridState(-1, suffix_tokens=suffix_tokens)
+    state = GridState(UNKNOWN, suffix_tokens=suffix_tokens)
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     state.grid = _of_features(stack.config, given.values()) or _of_pixels(stack.config, pixels_among(given.values()))
     if _SIZES in given:

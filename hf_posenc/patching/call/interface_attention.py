@@ -177,7 +177,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             # Before positions are looked at, which are recorded on the cache.
             state.cache_object = first_cache((*args, *kwargs.values()))
         backend = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
-        special = state.dropped or state.sequence is not None or not isinstance(state.offset, int)
+        special = state.dropped or state.sequence is not None or state.end is None
         if special or "is_causal" in kwargs or backend is None or backend != self.near_backend:
             return False
         return all_positions_below(state, self.encoding.zero_below)
@@ -267,8 +267,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         mapped = encoding.query_key_map is None or call.rotations > 0
         if (mapped and encoding.logit_bias is None and encoding.logit_scale is None) or self.runtime.layout.has_axes:
             return
-        reads_distances = encoding.repeats_bias or type(call.state) is not ForwardState
-        if call.hidden_states.dim() == 3 and (queries < keys or call.attended or not reads_distances):
+        if call.hidden_states.dim() == 3 and (queries < keys or call.attended or not encoding.repeats_bias):
             raise in_parts(type(self.module).__name__)
 
     def _arguments(

@@ -244,18 +244,14 @@ def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, own: 
     """0-dim bool: whether positions differ from the slots under a mask that does not show which tokens are padding.
 
     Of such a call only the newest positions are compared otherwise, as if cached tokens stood right before them.
+    Whether cached tokens have the positions of their slots is told from the mask of their call.
     """
     offset = state.offset
     if not state.mask_hides_padding or not isinstance(offset, int) or state.held is not None:
         return False
-    slots = torch.arange(offset + state.query_length, device=own.device)
-    moved = (own != slots[offset:]).any()
-    if offset == 0:
-        return moved
-    if known is None or known.ids is not None or known.by_next_mask or int(known.length) < offset:
+    if offset and (known is None or known.ids is not None or known.by_next_mask or int(known.length) < offset):
         return False
-    cached = slots[:offset]
-    return moved | (known.at(cached) != cached).any()
+    return (own != torch.arange(offset, offset + state.query_length, device=own.device)).any()
 
 
 def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ to the length of the native one.
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
-from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, table_weight
+from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, PositionTable, table_weight
+from hf_posenc.patching.anatomy.weights import copied
 from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
-from hf_posenc.patching.call.grid_state import GridState, numbers_in
+from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.outside_stack import is_outside, state_of_layer
-from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed
+from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed, WithOverrides
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
@@ -44,18 +45,15 @@ class TableSite(PlacedForward):
     """Stands in for the `forward` of one position table.
 
     Args:
-        module: the table; its weight is kept, but not used.
+        table: the table; its weight is kept, but not used.
         runtime: the runtime of its stack.
         additive: the scheme's part, or `None` for no position encoding.
-        origin: the row of the first token.
     """
 
-    def __init__(
-        self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None, origin: int
-    ) -> None:
-        super().__init__(module, runtime)
+    def __init__(self, table: PositionTable, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        super().__init__(table.module, runtime)
+        self.table = table
         self.additive = additive
-        self.origin = origin
         self._numbered: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,8 +63,7 @@ class TableSite(PlacedForward):
         """Returns `(batch or 1, query_len, hidden)` in the native dtype, with the table's extra outputs, if any."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        weight = table_weight(self.module)
-        assert weight is not None
+        weight = self.table.weight
         if self.additive is None and self._is_plain:
             return torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         rows, extras = self.looked_up_rows(args, kwargs)
@@ -74,7 +71,12 @@ class TableSite(PlacedForward):
             encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
         else:
             state = self.runtime.state_for(rows.shape[-1], weight.device)
-            encoded = vectors(self.additive, state, lambda: self._positions(state, rows))
+            more = _appended(self.runtime, state, rows.shape[-1])
+            if rows.shape[-1] == more:
+                encoded = torch.zeros(1, more, weight.shape[1], device=weight.device)
+            else:
+                own = rows[..., :-more] if more else rows
+                encoded = _padded(vectors(self.additive, state, lambda: self._positions(state, own)), more)
         encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)
 
@@ -95,11 +97,9 @@ class TableSite(PlacedForward):
         return one_axis(output.squeeze(-1).round().to(torch.int64)), extras
 
     def _numbered_table(self) -> nn.Module:
-        weight = table_weight(self.module)
-        assert weight is not None
-        state, numbered = self.runtime.state, self._numbered
+        weight, state, numbered = self.table.weight, self.runtime.state, self._numbered
         cached = state.offset if state is not None and isinstance(state.offset, int) else 0
-        needed = cached + (0 if state is None else state.query_length) + self.origin
+        needed = cached + (0 if state is None else state.query_length) + self.table.origin
         known = None if numbered is None else table_weight(numbered)
         if known is None or known.shape[0] <= needed or known.device != weight.device:
             rows = max(_NUMBERED_ROWS, weight.shape[0], 2 * needed)
@@ -112,10 +112,7 @@ class TableSite(PlacedForward):
         if state.goes_on:
             # The architecture counts slots.
             return state.positions()
-        ids = rows - self.origin
-        if self.runtime.appends_padding and self.runtime.state is not None:
-            # Some architectures look up rows for the padding that they append, which the table may not have.
-            ids = ids.where(torch.arange(ids.shape[-1], device=ids.device) < self.runtime.state.query_length, -1)
+        ids = rows - self.table.origin
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:
             # Architectures that use slots as positions encode a left-padded sequence differently from the same sequence
@@ -123,6 +120,19 @@ class TableSite(PlacedForward):
             left_padded = state.attention_mask[:, :1] == 0
             ids = torch.where(left_padded.to(ids.device), counted.to(ids.device), ids)
         return state.counted_by_model(ids)
+
+
+def _appended(runtime: StackRuntime, state: ForwardState, length: int) -> int:
+    """How many of the `length` tokens of a module are padding that the architecture has appended.
+
+    With fewer tokens than there are, all of them are (Longformer with `inputs_embeds`).
+    """
+    more = length - state.query_length if runtime.appends_padding else 0
+    return length if more < 0 else more
+
+
+def _padded(encoded: Tensor, more: int) -> Tensor:
+    return nn.functional.pad(encoded, (0, 0, 0, more)) if more else encoded
 
 
 class TableOwner(Viewed, PlacedForward):
@@ -143,42 +153,24 @@ class TableOwner(Viewed, PlacedForward):
         return type(self.module).forward(self.view, *args, **kwargs)
 
     def replaced(self) -> dict[str, Any]:
-        """The table."""
-        return {self.name: property(lambda _: _LongTable(self.module, self.name))}
+        """The table, with a weight that shows no number of rows that an input could exceed. Its values are not used."""
+        return {self.name: property(lambda _: self._long(getattr(self.module, self.name)))}
 
-
-class _LongTable:
-    """A patched table whose weight shows no number of rows that an input could exceed. Its values are not used."""
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        self.table = getattr(owner, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.table(*args, **kwargs)
-
-    @property
-    def weight(self) -> Tensor:
-        """`(2**31, hidden)` that take no memory."""
-        weight = table_weight(self.table)
+    def _long(self, table: nn.Module) -> Any:
+        weight = table_weight(table)
         assert weight is not None
-        return weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1])
+        # A single number takes no memory.
+        return WithOverrides(table, weight=weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1]))
 
 
 def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:
     """A copy of the table module whose row p is `[p]`; writing to it does not change the original."""
-    clone = copy.copy(module)
-    clone.__dict__ = dict(module.__dict__)
+    clone = copied(module, Tensor.detach)
     clone.__dict__.pop("forward", None)
-    clone.__dict__["_parameters"] = dict(module._parameters)
-    clone.__dict__["_buffers"] = dict(module._buffers)
-    column = numbers.unsqueeze(-1)
-    for name in WEIGHT_NAMES:
-        if name in clone._parameters:
-            clone._parameters[name] = nn.Parameter(column, requires_grad=False)
-        elif name in clone._buffers:
-            clone._buffers[name] = column
-        elif isinstance(clone.__dict__.get(name), Tensor):
-            clone.__dict__[name] = column
+    places: tuple[Any, ...] = (clone._parameters, clone._buffers, clone.__dict__)
+    for place, name in itertools.product(places, WEIGHT_NAMES):
+        if place.get(name) is not None:
+            place[name] = numbers.unsqueeze(-1)
     return clone
 
 
@@ -204,11 +196,9 @@ class AddToHiddenStates(OfStack):
         """Adds the vectors of patches: `(batch, tokens, hidden)`, without a batch, or with rows and columns."""
         grid = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
         tokens = hidden_states.shape[-2] if grid is None else grid[0] * grid[1]
-        state = self.runtime.state_for(tokens, hidden_states.device)
-        if isinstance(state, GridState):
-            state = state.by_slots(tokens, grid)
-            if state.numbered and phases is not None:
-                state = state.in_order(numbers_in(phases))
+        state = self.runtime.state_for(tokens, hidden_states.device, grid)
+        if state.numbered and phases is not None:
+            state = in_order(state, numbers_in(phases))
         encoded = vectors(self.additive, state).to(hidden_states.dtype)
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
@@ -226,9 +216,10 @@ class AddToHiddenStates(OfStack):
                 "The memory of this architecture stores the input of its first layer before positions are added, so "
                 "the remembered tokens would have no positions under an additive scheme. Call it with use_mems=False."
             )
-        if state.query_length != length:
+        more = _appended(self.runtime, state, length)
+        if state.query_length + more != length:
             state = state.by_slots(length)
-        encoded = in_dtype(vectors(self.additive, state, state.positions), hidden_states.dtype)
+        encoded = _padded(in_dtype(vectors(self.additive, state, state.positions), hidden_states.dtype), more)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)
 
 

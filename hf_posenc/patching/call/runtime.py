@@ -44,7 +44,6 @@ from hf_posenc.patching.call.forward_state import (
     AXES,
     UNKNOWN,
     ForwardState,
-    SeriesState,
     for_every_token,
     one_axis,
     padding_mask,
@@ -235,6 +234,7 @@ class StackRuntime:
         #: it runs as it is. Set while the scheme is in place.
         self.viewed: Viewed | None = None
         #: Whether the stack appends padding, until the number of its tokens is a multiple of a window or a block.
+        #: What is added to such tokens has no effect, so they get zeros.
         self.appends_padding = stack.sparse
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
@@ -267,8 +267,10 @@ class StackRuntime:
         """The state of the innermost call in progress, or `None` outside any call."""
         return self.states.top
 
-    def state_for(self, query_length: int, device: torch.device) -> ForwardState:
+    def state_for(self, query_length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
         """The current state for a module on `device`, or a default state for a layer called outside its stack.
+
+        `window` are the sizes of the windows of patches in which the module works, if it may.
 
         Raises:
             UnsupportedError: if there is no state because a layer is recomputed by an unknown checkpointing function,
@@ -277,10 +279,8 @@ class StackRuntime:
         state = self.states.top
         if state is not None and state.device != device:
             state = state.on(device)
-        if isinstance(state, SeriesState) and state.query_length == UNKNOWN:
-            return state.shared("own tokens", lambda: state.by_slots(query_length), query_length)
-        if state is not None and self.appends_padding and query_length != state.query_length:
-            return state.shared("padded", lambda: state.padded_to(query_length), query_length)
+        if state is not None and state.query_length == UNKNOWN:
+            return state.shared(("tokens", window), lambda: state.by_slots(query_length, window), query_length)
         if state is not None:
             return state
         if torch.compiler.is_compiling():
@@ -365,7 +365,7 @@ class StackForward(PlacedForward):
                 if not is_compiling():
                     self.runtime.trainings += 1
                 self.runtime.recomputation.keep_state(self.module)
-            if self.inner is not None and self.runtime.viewed is not None and isinstance(state, SeriesState):
+            if self.inner is not None and self.runtime.viewed is not None and state.query_length == UNKNOWN:
                 raise UnsupportedError(
                     f"The forward of this {type(self.module).__name__} was replaced by another library before it was "
                     "patched, so its number of frames cannot be set for each call. Remove that forward, and patch "
@@ -452,7 +452,7 @@ class StackForward(PlacedForward):
         token_ids = arguments.get("input_ids")
         changed = cache is not None and not matches_keys(cache)
         if features is not None:
-            given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
+            given = ForwardState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
             given.expected = 0 if layout.fixed_input is None else layout.fixed_input.tokens(features.shape[-1])
             return given, args, kwargs
         state = ForwardState(

@@ -31,9 +31,7 @@ from hf_posenc.patching.layouts.grid_sites import (
     refuses_other_sizes,
 )
 from hf_posenc.patching.layouts.layout import Layout
-from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.grids import other_axes
-from hf_posenc.schemes.parts import AdditiveEncoding, LogitScale, Part, QueryKeyMap, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding, LogitScale, Part, QueryKeyMap
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.transaction import Transaction
@@ -179,14 +177,6 @@ class Grid(Layout):
     def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Transaction) -> Any:
         """The scheme of its tables, its biases and its rotations."""
         return native_grid_scheme(stack, self, rotations, trial)
-
-    def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
-        """Refuses parts for another number of axes."""
-        number = None if self.native is None else len(self.native)
-        for part in (module for whole in parts for module in whole.modules()):
-            axes = getattr(part, "axes", None)
-            if number is not None and getattr(part, "reads_coordinates", False) and axes not in (None, 1, number):
-                raise UnsupportedError(other_axes(number, config.name, axes))
 
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
         """The effects of the parts that read positions but not rows and columns."""

@@ -305,7 +305,9 @@ class GridTableSite(Viewed, PlacedForward):
     def _encoded(self, length: int, device: torch.device) -> Tensor:
         """`(batch or 1, length, hidden)`: the vectors of the scheme."""
         assert self.additive is not None
-        tokens = self.runtime.state_for(length, device).by_slots(length)
+        state = self.runtime.state
+        # Not shared with layers, because the grid of a call may be known better by then.
+        tokens = self.runtime.state_for(length, device) if state is None else state.on(device).by_slots(length)
         return vectors(self.additive, tokens)
 
     def native(self, name: str) -> Tensor:

@@ -27,7 +27,7 @@ from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, T
 from hf_posenc.patching.forwards import forward_parameters, names_used
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding, Part
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.transaction import Transaction
@@ -169,9 +169,6 @@ class Layout:
 
     # Placing a scheme.
 
-    def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
-        """Refuses parts that cannot encode such tokens."""
-
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
         """The effects of the parts that number tokens in order although the tokens have rows and columns."""
         return []
@@ -187,7 +184,7 @@ class Layout:
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture, the rows of the tables, by those of a scheme."""
         for table in stack.tables:
-            site = TableSite(table.module, encoding.runtime, encoding.additive, table.origin)
+            site = TableSite(table, encoding.runtime, encoding.additive)
             journal.set_forward(table.module, site)
             owner = stack.module.get_submodule(table.path.rpartition(".")[0])
             # Some owners read the weight of their table.

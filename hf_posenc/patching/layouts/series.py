@@ -344,26 +344,21 @@ class InputView(Viewed):
         """The config and the table."""
         return {
             "config": property(lambda _: WithOverrides(self.module.config, **{SOURCE_LENGTH: self.tokens})),
-            self.found.table: property(lambda _: _WholeTable(getattr(self.module, self.found.table), self.tokens)),
+            self.found.table: property(
+                lambda _: _WholeTable(getattr(self.module, self.found.table), num_embeddings=self.tokens)
+            ),
         }
 
 
-class _WholeTable:
+class _WholeTable(WithOverrides):
     """A table with a row for every token of the call. Its rows are looked up in the patched table."""
-
-    def __init__(self, table: Any, tokens: int) -> None:
-        self.table = table
-        self.num_embeddings = tokens
-
-    def __call__(self, rows: Tensor) -> Any:
-        return self.table(rows)
 
     @property
     def weight(self) -> Tensor:
         """`(tokens, hidden)`, or one row of zeros for no vectors."""
-        origin = table_origin(self.table)
-        device = next(self.table.parameters()).device
-        rows: Tensor = self.table(torch.arange(origin, origin + self.num_embeddings, device=device))
+        origin = table_origin(self._target)
+        device = next(self._target.parameters()).device
+        rows: Tensor = self(torch.arange(origin, origin + self.num_embeddings, device=device))
         return rows.squeeze(0)
 
 

@@ -30,7 +30,7 @@ import json
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,9 +100,12 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
 
 def position_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that describe its native position mechanism, JSON-ready, without lengths."""
-    names = (name for name in config.__dict__ if _POSITION_FIELD.search(name) and not name.startswith("_"))
-    found = {name: config.__dict__[name] for name in names if name not in _OTHER_FIELDS}
-    return {name: json.loads(json.dumps(value)) for name, value in found.items() if _is_plain(value)}
+    found = {}
+    for name, value in config.__dict__.items():
+        if _POSITION_FIELD.search(name) and not name.startswith("_") and name not in _OTHER_FIELDS:
+            with suppress(TypeError, ValueError):  # JSON has no such value.
+                found[name] = json.loads(json.dumps(value))
+    return found
 
 
 def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
@@ -117,16 +120,6 @@ def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
         if before.get(name, default) != now.get(name, default):
             return f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
     return ""
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str))
-        or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
-    )
 
 
 def native_fields(config: Any) -> dict[str, dict[str, Any]]:

@@ -184,7 +184,6 @@ class StackEncoding(nn.Module):
             for environment in _environments(stack, attention):
                 layer = f"layer {attention.layer} ({type(attention.module).__name__})"
                 environment.refuse(needs_of(parts), f"the scheme {layer_config.label!r} in {layer}")
-            stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             kind = kinds.setdefault((layer_config, context, attention.layer_type), len(kinds))
             self.layers.append(LayerEncoding.of(parts, attention, kind))

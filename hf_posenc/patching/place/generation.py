@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import GENERATION, Generation, cache_argument, note_of, set_note
+from hf_posenc.patching.call.module_sites import TableSite
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import WithOverrides
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding
@@ -176,7 +177,7 @@ class CheckedGenerate(CheckedMethod):
         own = {name: getattr(self.model, name, None) for name in _COUNTING}
         stock = all(getattr(one, "__func__", None) is getattr(GenerationMixin, name, None) for name, one in own.items())
         # The rows of RoBERTa's table do not begin at 0.
-        shifted = any(getattr(forward, "origin", 0) for forward in self.encoding.record.journal.forwards())
+        shifted = any(site.table.origin for site in self.encoding.record.placed(TableSite))
         return stock and not shifted and kwargs.get("position_ids") is None
 
 
