@@ -17,12 +17,10 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.machine import describe_machine
 from hf_posenc.report import Result
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
-from tests.kits.everywhere import decoders, encoders, text
 from tests.kits.everywhere.__main__ import RECORDS, main, write_page
-from tests.kits.everywhere.launch import run_script
-from tests.kits.everywhere.measure import measure
+from tests.kits.everywhere.measure import CONTROL, measure, windows
+from tests.kits.everywhere.models import made
 from tests.kits.everywhere.plan import Plan, Variant
-from tests.kits.everywhere.steps import Steps
 from tests.models import tiny
 from tests.versions import EXPORTER, since
 
@@ -57,16 +55,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("smollm2", "minilm")}
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Steps(tmp_path_factory.mktemp("work"), describe_machine("cpu"))
-
-
 #: That the exports compute the same is tested in tests/export by default.
 @pytest.fixture(scope="module", params=[pytest.param(TINY, marks=pytest.mark.slow)], ids=["tiny"])
-def result(request: pytest.FixtureRequest, bases: dict[str, Path], work: Steps) -> Result:
+def result(request: pytest.FixtureRequest, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Result:
     since(*EXPORTER)
-    return measure(request.param, work, bases, "command")
+    return measure(request.param, tmp_path_factory.mktemp("work"), describe_machine("cpu"), bases, "command")
 
 
 def values(result: Result, subject: str, quantity: str) -> dict[str, float]:
@@ -76,7 +69,7 @@ def values(result: Result, subject: str, quantity: str) -> dict[str, float]:
 def test_every_program_gives_the_same_numbers(result: Result) -> None:
     numbers = values(result, "alibi", "probability")
     # Exact programs round in float32. The stock positions are what a wrong encoding looks like.
-    assert numbers.pop(decoders.CONTROL) > 1e-3
+    assert numbers.pop(CONTROL) > 1e-3
     rounded = {name: numbers.pop(name) for name in ("onnxruntime, int8", "llama.cpp, q8_0")}
     assert set(numbers) == {"onnxruntime", "llama.cpp, f32"}
     assert max(numbers.values()) < 1e-5
@@ -94,7 +87,7 @@ def test_longer_prompts_and_embeddings(result: Result) -> None:
     assert longer["llama.cpp, f32, default cache"] < 1e-3
     assert longer["onnxruntime"] < 1e-5
     assert values(result, "alibi", "embedding_difference")["onnxruntime"] < 1e-5
-    assert values(result, "alibi", "cosine")[encoders.CONTROL] < 0.999
+    assert values(result, "alibi", "cosine")[CONTROL] < 0.999
 
 
 def test_what_cannot_be_exported_is_told(result: Result) -> None:
@@ -122,40 +115,26 @@ def test_the_page_shows_every_table(result: Result, tmp_path: Path) -> None:
     assert "nan" not in written
 
 
-def test_folders_that_were_made_with_these_settings_are_kept(tmp_path: Path) -> None:
+def test_a_folder_is_kept_if_it_was_made_with_these_settings_and_completely(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def make(place: Path) -> None:
         calls.append(len(calls))
         place.mkdir()
-
-    for settings in (1, 1, 2):
-        Steps(tmp_path, {}).folder("folder", {"n": settings}, make)
-    assert calls == [0, 1]
-
-
-def test_an_interrupted_step_starts_again(tmp_path: Path) -> None:
-    steps = Steps(tmp_path, {})
-
-    def fails(place: Path) -> None:
-        place.mkdir()
-        raise KeyboardInterrupt
+        if len(calls) == 1:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        steps.folder("folder", {}, fails)
-    made = steps.folder("folder", {}, lambda place: place.mkdir())
-    assert (made / "made.json").is_file()
-
-
-def test_a_script_that_fails_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"in_onnxruntime.py has failed on nothing.onnx"):
-        run_script("in_onnxruntime.py", tmp_path / "nothing.onnx", kind="time")
+        made(tmp_path / "folder", {"n": 1}, make)
+    for settings in (1, 1, 2):
+        made(tmp_path / "folder", {"n": settings}, make)
+    assert calls == [0, 1, 2]
 
 
 def test_a_text_that_is_too_short_is_told() -> None:
     with pytest.raises(BenchmarkError, match="too few for 3 pieces of 4"):
-        text.windows(list(range(11)), 3, 4)
-    assert text.windows(list(range(12)), 3, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        windows(list(range(11)), 3, 4)
+    assert windows(list(range(12)), 3, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="docs/results/everywhere.md has not been measured yet")

@@ -18,7 +18,6 @@ from tests.kits.everywhere.measure import measure
 from tests.kits.everywhere.models import minilm, smollm2
 from tests.kits.everywhere.page import page
 from tests.kits.everywhere.plan import Plan
-from tests.kits.everywhere.steps import Steps
 
 RECORDS = "results.json"
 
@@ -61,8 +60,9 @@ def write_page(records: Path) -> None:
 def _measure(options: argparse.Namespace, command: str) -> Result:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    steps = Steps(options.work.resolve(), describe_machine("cpu"))
-    result = measure(Plan(), steps, {"smollm2": smollm2(steps), "minilm": minilm()}, command)
+    work = options.work.resolve()
+    bases = {"smollm2": smollm2(work), "minilm": minilm()}
+    result = measure(Plan(), work, describe_machine("cpu"), bases, command)
     options.output.mkdir(parents=True, exist_ok=True)
     return result
 

@@ -1,14 +1,13 @@
-"""Folders of the models: stock, patched, and healed with the project's own training script."""
+"""Folders of the models and of their exports. Each is made once, because that takes most of the time."""
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
+from hf_posenc.export.records import MANIFEST
+from hf_posenc.report import Record
 from tests.kits.everywhere.plan import Variant
-from tests.kits.everywhere.steps import Steps, file_name
 
 ROOT = Path(__file__).resolve().parents[3]
 #: The settings of training/studies/heal_smollm2.yaml.
@@ -29,23 +29,53 @@ HEALING = (
 )
 
 
-def smollm2(steps: Steps) -> Path:
+#: Targets of `export_model` with their options, by their name in tables.
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stock": ("stock", {}),
+    "gguf, f32": ("gguf", {}),
+    "gguf, q8_0": ("gguf", {"dtype": "q8_0"}),
+    "onnx": ("onnx", {"quantize": True}),
+}
+_MADE, _REFUSED = "made.json", "refused.txt"
+
+
+def made(place: Path, settings: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
+    """A folder, made if it does not exist or was made with other settings.
+
+    Args:
+        place: the folder.
+        settings: everything that its content depends on. JSON-ready.
+        make: is given the path of the folder, which does not exist.
+    """
+    wanted, note = json.loads(json.dumps(dict(settings))), place / _MADE
+    if not note.is_file() or json.loads(note.read_text())["settings"] != wanted:
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        make(place)
+        # Written last, so that an interrupted step starts again.
+        note.write_text(json.dumps({"settings": wanted, "seconds": time.monotonic() - started}))
+    return place
+
+
+def smollm2(work: Path) -> Path:
     """SmolLM2-135M-Instruct as a checkpoint."""
-    return steps.folder("smollm2", {}, lambda place: _script("eval/packaged_models.py", "smollm2", "--output", place))
+    return made(work / "smollm2", {}, lambda place: _script("eval/packaged_models.py", "smollm2", "--output", place))
 
 
 def minilm() -> Path:
     """all-MiniLM-L6-v2, in its package."""
-    script = subprocess.run(
-        [sys.executable, str(ROOT / "eval" / "packaged_models.py"), "minilm"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return Path(script.stdout.strip())
+    command = [sys.executable, str(ROOT / "eval" / "packaged_models.py"), "minilm"]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
-def checkpoint(steps: Steps, base: Path, variant: Variant, *, decoder: bool = True) -> Path:
+def loaded(folder: Path, model: str) -> Any:
+    """A model in float32, for inference."""
+    kind = AutoModelForCausalLM if model == "smollm2" else AutoModel
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def checkpoint(work: Path, base: Path, variant: Variant, model: str) -> Path:
     """The folder of a variant of the model in `base`: that folder itself, or a patched checkpoint."""
     if not variant.scheme:
         return base
@@ -58,31 +88,45 @@ def checkpoint(steps: Steps, base: Path, variant: Variant, *, decoder: bool = Tr
             for state in place.glob("checkpoint-*"):
                 shutil.rmtree(state)
             return
-        with loaded(base, decoder=decoder) as model:
-            hf_posenc.patch_model(model, variant.scheme, **variant.options)
-            model.save_pretrained(place)
+        hf_posenc.patch_model(loaded(base, model), variant.scheme, **variant.options).save_pretrained(place)
         AutoTokenizer.from_pretrained(base).save_pretrained(place)
 
-    kind = "smollm2" if decoder else "minilm"
     settings = asdict(variant) | {"healing": HEALING if variant.healing_steps else ()}
-    return steps.folder(f"{kind}-{slug(variant)}", settings, make)
+    return made(work / _file_name(model, variant.name), settings, make)
 
 
-def slug(variant: Variant) -> str:
-    """The name of a variant for files."""
-    return file_name(variant.name)
+def export(
+    work: Path, machine: Mapping[str, Any], source: Path, variant: Variant, model: str, form: str
+) -> tuple[Path | None, Record]:
+    """Exports a variant to one of `FORMATS`.
+
+    Returns:
+        The folder, or `None` if the export is refused; and a record with the carrier or the reason.
+    """
+    target, options = FORMATS[form]
+
+    def make(place: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        try:
+            hf_posenc.export_model(loaded(source, model), place, to=target, tokenizer=tokenizer, **options)
+        except hf_posenc.UnsupportedError as error:
+            place.mkdir()
+            (place / _REFUSED).write_text(str(error))
+
+    settings = {"variant": asdict(variant), "format": FORMATS[form], "machine": machine}
+    place, at = made(work / _file_name(model, variant.name, form), settings, make), {"model": model, "format": form}
+    if (place / _REFUSED).is_file():
+        reason = (place / _REFUSED).read_text().splitlines()[0]
+        return None, Record(variant.name, "carrier", None, at, note=reason, shown="refused")
+    manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+    size = sum(path.stat().st_size for path in place.iterdir() if path.suffix in (".gguf", ".onnx", ".safetensors"))
+    seconds = round(json.loads((place / _MADE).read_text())["seconds"], 1)
+    details = {"seconds": seconds, "bytes": size, "checks": manifest["checks"]}
+    return place, Record(variant.name, "carrier", None, at, shown=manifest["carrier"], details=details)
 
 
-@contextmanager
-def loaded(folder: Path, *, decoder: bool = True) -> Iterator[Any]:
-    """A model in float32, for inference. Its memory is free again afterwards."""
-    kind = AutoModelForCausalLM if decoder else AutoModel
-    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    try:
-        yield model
-    finally:
-        del model
-        gc.collect()
+def _file_name(*names: str) -> str:
+    return "-".join(names).replace(", ", "-").replace(" ", "-")
 
 
 def _script(path: str, *words: str | Path) -> None:

@@ -62,9 +62,8 @@ def _sections(result: Result) -> Iterator[str]:
         result,
         ("embedding_difference", "cosine", "longest"),
         "## Embeddings",
-        "MiniLM, mean-pooled unit vectors of passages of several lengths in one padded batch. The process of "
-        "onnxruntime had neither torch nor transformers nor hf_posenc. `alibi` and `rope` were not trained here, which "
-        "does not matter for this comparison.",
+        "MiniLM, mean-pooled unit vectors of passages of several lengths in one padded batch. `alibi` and `rope` were "
+        "not trained here, which does not matter for this comparison.",
     )
     yield from _section(
         result,
