@@ -9,30 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import hf_posenc
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.recipes import SchemePhases, SchemePhasesCallback
-from tests.checkpoint.checkpoint_cases import VOCABULARY, made, refused, without_mark
-
-
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
+from tests.checkpoint.checkpoint_cases import made, refused, without_mark
+from tests.recipes.test_phases import Copying, arguments_of
 
 
 def trainer(model: Any, folder: Path, steps: int, callbacks: Any = None, **options: Any) -> Any:
-    settings = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
-        use_cpu=True, logging_steps=1, seed=0, lr_scheduler_type="constant",
-        **({"save_strategy": "steps", "save_steps": 2} | options),
-    )  # fmt: skip
-    return Trainer(model, settings, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
+    settings = arguments_of(folder, steps, **({"save_strategy": "steps", "save_steps": 2} | options))
+    return Trainer(model, settings, train_dataset=Copying(), eval_dataset=Copying(), callbacks=callbacks)
 
 
 def losses(made: Trainer) -> list[float]:

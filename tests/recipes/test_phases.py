@@ -28,8 +28,9 @@ class Copying(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def arguments_of(folder: Any, steps: int, **options: Any) -> TrainingArguments:
     return TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1, report_to=[],
-        disable_tqdm=True, use_cpu=True, lr_scheduler_type="constant", seed=0, **({"save_strategy": "no"} | options),
+        str(folder), max_steps=steps, per_device_train_batch_size=8, logging_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, lr_scheduler_type="constant", seed=0,
+        **({"learning_rate": 1e-2, "save_strategy": "no"} | options),
     )  # fmt: skip
 
 
