@@ -167,17 +167,24 @@ def test_statements_are_about_the_method_they_were_made_for() -> None:
     assert not without(RotaryMap, "map_key", inherited=True).symmetric
 
 
+#: A number that a callback of a trainer might change.
+SCHEDULE = {0: 1.0}
+
+
 class Steps(DistanceBias):
     """A penalty on distance whose slopes are a buffer that is saved, and one that is not."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
         self.strength = 1.0
+        self.options = {"factor": 1.0}
+        self.constant = torch.ones(())
         self.register_buffer("saved", torch.zeros(context.num_heads))
         self.register_buffer("computed", torch.arange(1.0, 1 + context.num_heads), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        slopes = self.strength * (self.saved + self.computed).float()
+        factor = self.strength * self.options["factor"] * self.constant * SCHEDULE[0]
+        slopes = factor * (self.saved + self.computed).float()
         return -torch.einsum("h,...->h...", slopes, distance.abs().float())
 
 
@@ -193,6 +200,18 @@ def set_attribute(part: Any) -> None:
     part.strength = 3.0
 
 
+def change_option(part: Any) -> None:
+    part.options["factor"] = 3.0
+
+
+def write_constant(part: Any) -> None:
+    part.constant.fill_(3.0)
+
+
+def set_global(part: Any) -> None:
+    SCHEDULE[0] = 3.0
+
+
 def hook(part: Any) -> None:
     part.register_forward_hook(lambda part, given, result: 3.0 * result)
 
@@ -201,12 +220,16 @@ def unhook(part: Any) -> None:
     part._forward_hooks.clear()
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, write), (None, set_attribute), (None, hook), (hook, unhook)])
+CHANGES = [(None, change) for change in (write, set_attribute, change_option, write_constant, set_global, hook)]
+
+
+@pytest.mark.parametrize(("before", "after"), [*CHANGES, (hook, unhook)])
 @torch.no_grad()
 def test_a_part_may_change_between_tokens(before: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that decoding keeps are those of the part as it is now."""
 
     def last_token(after: Any) -> torch.Tensor:
+        monkeypatch.setitem(SCHEDULE, 0, 1.0)
         model, cache = patched("llama_gqa", OwnBuffers()), DynamicCache()
         given = zip((before, None, after), tokens(1, 8).split([6, 1, 1], dim=1), strict=True)
         for change, ids in given:

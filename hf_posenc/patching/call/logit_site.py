@@ -43,6 +43,7 @@ from hf_posenc.schemes.parts import (
 from hf_posenc.schemes.positions import (
     AttentionPairs,
     KeptValues,
+    follows_weights,
     Positions,
     assert_in_graph,
     traced,
@@ -379,10 +380,13 @@ def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[
 
     Returns:
         `(1, heads, 1, key_len)`, and the slopes if it has any. `None` if values cannot be kept: with gradients, in a
-        compiled graph, without a cache, or if there are keys after the query, as in a static cache.
+        compiled graph, without a cache, if there are keys after the query, as in a static cache, or if the bias runs
+        code of others.
     """
     kept: KeptValues | None = state.memo.get(KeptValues)
     if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
+        return None
+    if not follows_weights(bias):
         return None
 
     def compute() -> tuple[Tensor, Tensor | None]:

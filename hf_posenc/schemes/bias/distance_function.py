@@ -48,6 +48,8 @@ class FunctionOfDistance(DistanceBias):
         super().__init__()
         self.config = config
         self.num_heads = context.num_heads
+        #: The module of the function, which may read numbers that change.
+        self.written_in = type(config).__module__
         self.no_weight_decay = config.learned
         for name in sorted(config.learned):
             self.register_parameter(name, nn.Parameter(torch.empty(context.num_heads)))
