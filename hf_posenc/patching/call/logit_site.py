@@ -43,9 +43,9 @@ from hf_posenc.schemes.parts import (
 from hf_posenc.schemes.positions import (
     AttentionPairs,
     KeptValues,
-    follows_weights,
     Positions,
     assert_in_graph,
+    follows_weights,
     traced,
 )
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
