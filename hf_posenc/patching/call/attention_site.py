@@ -432,9 +432,9 @@ class AttentionSite(LogitSite):
         raise UnsupportedError(
             f"The cache holds keys of width {cached.shape[-1]}, but with {type(part).__name__} this "
             f"{type(self.module).__name__} caches keys of width {width}. The cached keys did not come from "
-            "this model. Prefix tuning, for example, learns keys of the model's original width, which lack the "
-            "channels that the scheme adds. Use LoRA or prompt tuning with this scheme, or a cache that was filled by "
-            "this model."
+            "this model, or it had another dtype then (a cast, or autocast switched on or off), in which the features "
+            "of a token have another width. Start with a new cache. Prefix tuning learns keys of the model's original "
+            "width, which lack the channels that the scheme adds: use LoRA or prompt tuning with this scheme."
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import Stack, modules_by_stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
@@ -67,6 +67,8 @@ class StackRecord:
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
         self._reset()
+        if before is not None and before.encoding is encoding:
+            self.new = before.new
         self._class_forwards: dict[int, Any] = {id(one): type(one).forward for one in self.stack.modules()}
 
     def _reset(self) -> None:
@@ -80,9 +82,14 @@ class StackRecord:
         self._missed = 0
         self._class_forwards = {}
         self.number = number_of(self)
+        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
+        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        #: Those among them that an adapter has frozen.
+        self.frozen: list[nn.Parameter] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
+        left = ("number", "new", "frozen")
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -96,6 +103,25 @@ class StackRecord:
         self.encoding.runtime.unattended = set() if problem else {*answer_of(self.number, "_attentions_to_run")}
         if problem:
             raise UnsupportedError(problem)
+
+    def new_and_trained(self) -> list[nn.Parameter]:
+        """The trainable parameters that have the numbers with which `patch_model` has initialised them."""
+        found = ((reference(), writes) for reference, writes in self.new)
+        return [one for one, writes in found if one is not None and one.requires_grad and one._version == writes]
+
+    def warn_of_frozen(self) -> None:
+        """Warns, in the first training call, about new parameters that an adapter has frozen."""
+        frozen = {id(one) for one in self.frozen if not one.requires_grad}
+        names = [name for name, one in self.encoding.named_parameters() if id(one) in frozen]
+        self.frozen = []
+        if names:
+            warn_user(
+                f"PEFT has frozen parameters of {self.encoding.runtime.scheme.label!r} that are as patch_model has "
+                f"initialised them ({names[0]}; {len(names)} in all), so the adapter is trained with an "
+                "untrained scheme. To train both, call hf_posenc.recipes.add_lora(model, config) instead of "
+                "get_peft_model, or model.get_base_model().position_encoding.requires_grad_(True) after it. To keep "
+                "these numbers, call model.position_encoding.requires_grad_(False) before it."
+            )
 
     def refuse_unattended(self) -> None:
         """Refuses a call in which a patched attention module did not run; in training only after many."""
