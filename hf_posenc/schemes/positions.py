@@ -42,12 +42,6 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
     return found
 
 
-def follows_weights(module: nn.Module) -> bool:
-    """Whether a module reads nothing that can change but weights and buffers. Code of others may read any number."""
-    own = module.__dict__.get("written_in", type(module).__module__)
-    return own.startswith(_FOLLOWS_WEIGHTS)
-
-
 class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
     """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied.
 
@@ -65,7 +59,8 @@ class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
         state: list[Any] = [weakref.ref(part)]
         modules = modules_of(part) if part._modules else (part,)  # Most parts have no submodules, and every layer asks.
         for module in modules:
-            if module._forward_hooks or module._forward_pre_hooks or not follows_weights(module):
+            written_in = module.__dict__.get("written_in", type(module).__module__)
+            if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
                 return compute()
         weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
         found = [weight for weight in weights if weight is not None]

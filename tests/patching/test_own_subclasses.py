@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_posenc import (
@@ -357,6 +359,51 @@ def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
 def test_a_method_that_is_set_on_a_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"has its own 'forward', set on the object.*Define the method in a subclass"):
         patch_model(ARCHITECTURES["llama_gqa"].build(), OwnConfig("forget_gate", place="part"))
+
+
+@pytest.mark.parametrize(("scheme", "method"), [("forget_gate", "forward"), ("rope", "phases"), ("t5", "forward")])
+def test_a_method_that_is_set_on_a_placed_part_is_refused(scheme: str, method: str, tmp_path: Path) -> None:
+    model = patched("llama_gqa", scheme)
+    expected = logits(model)
+    part = next(part for part in model.position_encoding.parts())
+    setattr(part, method, lambda *given: None)
+    with pytest.raises(UnsupportedError, match=rf"has its own '{method}', .*Define the method in a subclass of"):
+        model(tokens())
+    with pytest.raises(UnsupportedError, match=rf"has its own '{method}'"):
+        model.save_pretrained(tmp_path)
+    delattr(part, method)
+    assert torch.equal(logits(model), expected)
+    add_hook_to_module(part, AlignDevicesHook("cpu"))
+    assert torch.equal(logits(model), expected)
+    remove_hook_from_module(part)
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weight"), [("forget_gate", "weight"), ("grape_ap", "projection"), ("pope", "delta")]
+)
+def test_hooks_that_a_part_does_not_run_are_named(scheme: str, weight: str) -> None:
+    """A weight that a hook computes would stay as it is when the hook was registered."""
+    model = patched("llama_gqa", scheme)
+    part = next(part for part in model.position_encoding.parts())
+    prune.random_unstructured(part, weight, amount=0.5)
+    with pytest.raises(UnsupportedError, match=r"RandomUnstructured computes a weight of a \w+ in a hook.*parametrize"):
+        model(tokens())
+    prune.remove(part, weight)
+    expected = logits(model)
+    part.register_forward_hook(lambda *given: None)
+    with pytest.warns(UserWarning, match=r"A hook of a \w+ may not be called.*define the methods in a subclass"):
+        assert torch.equal(logits(model), expected)
+
+
+def test_a_pruned_weight_of_a_part_that_runs_its_hooks_follows_the_weight() -> None:
+    model, other = patched("llama_gqa", "t5"), patched("llama_gqa", "t5")
+    (part,), (own,) = ({*one.position_encoding.parts()} for one in (model, other))
+    prune.random_unstructured(part, "weight", amount=0.5)
+    with torch.no_grad():
+        part.weight_orig.add_(1.0)
+        own.weight.copy_(part.weight_orig * part.weight_mask)
+    assert distance(logits(model), logits(other)) < 1e-5
 
 
 def test_a_subclass_needs_its_own_name() -> None:

@@ -45,7 +45,6 @@ from hf_posenc.schemes.positions import (
     KeptValues,
     Positions,
     assert_in_graph,
-    follows_weights,
     traced,
 )
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
@@ -380,13 +379,10 @@ def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[
 
     Returns:
         `(1, heads, 1, key_len)`, and the slopes if it has any. `None` if values cannot be kept: with gradients, in a
-        compiled graph, without a cache, if there are keys after the query, as in a static cache, or if the bias runs
-        code of others.
+        compiled graph, without a cache, or if there are keys after the query, as in a static cache.
     """
     kept: KeptValues | None = state.memo.get(KeptValues)
     if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
-        return None
-    if not follows_weights(bias):
         return None
 
     def compute() -> tuple[Tensor, Tensor | None]:

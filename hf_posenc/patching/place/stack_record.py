@@ -25,6 +25,8 @@ from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
+from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.statements import overlooked
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding
@@ -74,6 +76,8 @@ class StackRecord:
     def _reset(self) -> None:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
         self._forwards: list[tuple[nn.Module, dict[str, Any], Any, type, Any]] = []
+        #: The attributes and hooks of each part, and their number.
+        self._parts: list[tuple[dict[str, Any], dict[int, Any], dict[int, Any], int]] = []
         self._settings: dict[str, Any] = {}
         self._found: list[nn.Module] = []
         #: Number of fields of the stack's config; -1 before the first check, so that it never matches.
@@ -169,6 +173,9 @@ class StackRecord:
             )
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
+        parts = (one for one in self.encoding.modules() if isinstance(one, Part))
+        if set_on_part := next(filter(None, map(overlooked, parts)), ""):
+            return set_on_part
         moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
@@ -344,6 +351,9 @@ class StackRecord:
         for children, before in self._children:
             if [*children.values()] != before:
                 return False
+        for attributes, hooks, others, number in self._parts:
+            if len(attributes) + len(hooks) + len(others) != number:
+                return False
         own = self.stack.config.__dict__
         for name, value in self._settings.items():
             if own.get(name) != value:
@@ -354,11 +364,16 @@ class StackRecord:
         # The stack, and the modules on the way from it to the sites.
         way = (parent for path in sites for parent, _, _ in _along(path, self.stack))
         above = list({id(module): module for module in (self.stack, *way)}.values())
-        seen = {id(module): module for module in (*(change.target for change in placed), *above)}.values()
+        parts = [one for one in self.encoding.modules() if isinstance(one, Part)]
+        seen = {id(module): module for module in (*(change.target for change in placed), *above, *parts)}.values()
         self._forwards = [
             (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
         ]
         self._children = [(module._modules, [*module._modules.values()]) for module in above]
+        self._parts = []
+        for one in parts:
+            hooks = one._forward_pre_hooks, one._forward_hooks
+            self._parts.append((one.__dict__, *hooks, len(one.__dict__) + sum(map(len, hooks))))
         own = self.stack.config.__dict__
         self._settings = {name: copy.deepcopy(own[name]) for name in (*self.fields, _BACKEND) if name in own}
         self._number_of_fields = len(own)

@@ -55,6 +55,9 @@ class FunctionOfDistance(DistanceBias):
             self.register_parameter(name, nn.Parameter(torch.empty(context.num_heads)))
         self.reset_parameters()
 
+    def _get_name(self) -> str:
+        return self.config.name
+
     def reset_parameters(self) -> None:
         """Sets the learned numbers of all heads to the options."""
         for name, parameter in self.named_parameters():
