@@ -189,8 +189,8 @@ class Part(nn.Module):
         Raises:
             TypeError: for methods that were set on this part. Faster ways ask its class.
         """
-        if problem := overlooked(self):
-            raise TypeError(problem)
+        if not STATED_METHODS.isdisjoint(vars(self)):
+            raise TypeError(overlooked(self))
         kind = type(self)
         if kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
             kind._withdraw_statements()

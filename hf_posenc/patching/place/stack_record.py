@@ -26,7 +26,7 @@ from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.statements import overlooked
+from hf_posenc.schemes.statements import STATED_METHODS, overlooked
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding
@@ -173,9 +173,10 @@ class StackRecord:
             )
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
-        parts = (one for one in self.encoding.modules() if isinstance(one, Part))
-        if set_on_part := next(filter(None, map(overlooked, parts)), ""):
-            return set_on_part
+        for part in self.encoding.modules():
+            changed = not STATED_METHODS.isdisjoint(vars(part)) or part._forward_pre_hooks or part._forward_hooks
+            if changed and isinstance(part, Part) and (problem := overlooked(part)):
+                return problem
         moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
