@@ -68,9 +68,13 @@ class StackRecord:
         self.function: Any = None
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
-        self._reset()
+        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
+        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
         if before is not None and before.encoding is encoding:
             self.new = before.new
+        #: Those among them that an adapter has frozen.
+        self.frozen: list[nn.Parameter] = []
+        self._reset()
         self._class_forwards: dict[int, Any] = {id(one): type(one).forward for one in self.stack.modules()}
 
     def _reset(self) -> None:
@@ -86,14 +90,11 @@ class StackRecord:
         self._missed = 0
         self._class_forwards = {}
         self.number = number_of(self)
-        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
-        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
-        #: Those among them that an adapter has frozen.
-        self.frozen: list[nn.Parameter] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("number", "new", "frozen")
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name not in left}
+        # A copy cannot tell whether its parameters are new.
+        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
+        return state | {"new": [], "frozen": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -174,9 +175,11 @@ class StackRecord:
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
         for part in self.encoding.modules():
-            changed = not STATED_METHODS.isdisjoint(vars(part)) or part._forward_pre_hooks or part._forward_hooks
-            if changed and isinstance(part, Part) and (problem := overlooked(part)):
-                return problem
+            untouched = (
+                STATED_METHODS.isdisjoint(vars(part)) and not part._forward_pre_hooks and not part._forward_hooks
+            )
+            if isinstance(part, Part) and not untouched and (ignored := overlooked(part)):
+                return ignored
         moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
