@@ -180,6 +180,8 @@ class StackRecord:
             )
             if isinstance(part, Part) and not untouched and (ignored := overlooked(part)):
                 return ignored
+            if isinstance(part, Part) and part._stated_about["forward"] is not type(part).forward:
+                part.check_statements()
         moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
