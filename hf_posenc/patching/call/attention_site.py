@@ -313,7 +313,8 @@ class AttentionSite(LogitSite):
         again = query_key_map is not None and query_key_map.mapped_again
         if not again or self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():
             return
-        if not any(torch.equal(query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated):
+        pairs = ((query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated)
+        if not any(torch.equal(*map(_of_transforms, pair)) for pair in pairs):
             CHANGED_QUERIES.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         self.rotation_is_last = True
 
@@ -436,6 +437,13 @@ class AttentionSite(LogitSite):
             "of a token have another width. Start with a new cache. Prefix tuning learns keys of the model's original "
             "width, which lack the channels that the scheme adds: use LoRA or prompt tuning with this scheme."
         )
+
+
+def _of_transforms(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor inside `torch.func.vmap` and other transforms, for all of its rows."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def with_batch(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:
