@@ -214,12 +214,29 @@ def _add_adapter(call: Call) -> Any:
     check = _prepare if call["peft_config"].is_prompt_learning else check_scheme
     check(call["self"], call["peft_config"])
     check_second(call["self"], call["adapter_name"])
-    return call.run()
+    with _noting_frozen(call["self"]):
+        return call.run()
 
 
 def _inject_adapter(call: Call) -> Any:
     _prepare(call["model"], call["self"].peft_config[call["adapter_name"]])
-    return call.run()
+    with _noting_frozen(call["model"]):
+        return call.run()
+
+
+@contextmanager
+def _noting_frozen(model: Any) -> Iterator[None]:
+    """Notes which new parameters of a scheme PEFT freezes, for a warning in the first training call."""
+    if "hf_posenc.patching" not in sys.modules:
+        yield
+        return
+    from hf_posenc.patching.place.encoding import encodings
+
+    records = [record for encoding in encodings(model) for record in encoding.record.stacks.values()]
+    trained = [record.new_and_trained() for record in records]
+    yield
+    for record, found in zip(records, trained, strict=True):
+        record.frozen += [parameter for parameter in found if not parameter.requires_grad]
 
 
 def _prepare(model: Any, config: Any) -> None:

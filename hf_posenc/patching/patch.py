@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -154,6 +155,9 @@ def place_scheme(
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
         encoding.record.follow(previous.record, encoding.stacks)
     transaction.install(encoding)
+    for name, stack in encoding.stacks.items():
+        if stack.part in changed and not stack.adopted:
+            encoding.record.stacks[name].new = [(weakref.ref(one), one._version) for one in stack.parameters()]
     return {table for stack in placed for table in stack.unfilled}
 
 

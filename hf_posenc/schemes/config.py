@@ -464,6 +464,6 @@ def _check_bias(bias: DistanceBias) -> None:
     if type(values) is torch.Tensor and bool(wrong.any()):
         head, at = wrong.nonzero()[-1].tolist()
         raise ValueError(
-            f"{type(bias).__name__}.forward returned {float(values[head, at])} for the distance {int(distance[at])}, "
+            f"{bias._get_name()} returned {float(values[head, at])} for the distance {int(distance[at])}, "
             "so outputs would be NaN. To hide a pair, return -inf (by torch.where, not by a product with 0)."
         )

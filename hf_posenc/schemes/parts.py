@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
 from hf_posenc.schemes.statements import (
     STATED_METHODS,
+    overlooked,
     overrides,
     symmetric_by_methods,
     withdraw_statements,
@@ -189,13 +189,9 @@ class Part(nn.Module):
         Raises:
             TypeError: for methods that were set on this part. Faster ways ask its class.
         """
-        kind: Any = type(self)
-        own = STATED_METHODS.intersection(vars(self))
-        if own:
-            raise TypeError(
-                f"A {kind.__name__} has its own {min(own)!r}, set on the object and not on its class. Faster ways to "
-                f"compute it would ignore this. Define the method in a subclass of {kind.__name__}."
-            )
+        if not STATED_METHODS.isdisjoint(vars(self)):
+            raise TypeError(overlooked(self))
+        kind = type(self)
         if kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
             kind._withdraw_statements()
 
@@ -209,14 +205,6 @@ class Part(nn.Module):
     def adopt(self, native: Tensor) -> bool:
         """Copies the weight of the native mechanism that this part replaces; returns whether this was possible."""
         return False
-
-
-def take_declarations(part: Part, inner: Part) -> None:
-    """Copies the declarations of `inner` to `part`, except the names of parameters."""
-    for kind in type(part).__mro__:
-        for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
-            if name != "no_weight_decay" and hasattr(kind, name):
-                setattr(part, name, getattr(inner, name, getattr(kind, name)))
 
 
 class AdditiveEncoding(Part):

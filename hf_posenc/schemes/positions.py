@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import SequenceLengthError
 
 Value = TypeVar("Value")
-#: The modules of this package.
-_OWN = f"{__name__.partition('.')[0]}."
+#: Where the modules are written that compute the same until a weight or a buffer changes.
+_FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
 #: Up to this many keys, layers share what follows from the positions of all pairs.
 _FEW_KEYS = 128
 
@@ -43,7 +43,10 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
 
 
 class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
-    """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied."""
+    """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied.
+
+    Values of a part that runs code of others are not kept.
+    """
 
     #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
     trainings = 0
@@ -56,11 +59,9 @@ class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
         state: list[Any] = [weakref.ref(part)]
         modules = modules_of(part) if part._modules else (part,)  # Most parts have no submodules, and every layer asks.
         for module in modules:
-            if module._forward_hooks or module._forward_pre_hooks:
+            written_in = module.__dict__.get("written_in", type(module).__module__)
+            if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
                 return compute()
-            if not type(module).__module__.startswith(_OWN):
-                # Parts of others may read numbers that are neither weights nor buffers.
-                state += [value for value in vars(module).values() if isinstance(value, int | float | str)]
         weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
         found = [weight for weight in weights if weight is not None]
         for weight in found:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
+
+from hf_posenc.errors import warn_user
 
 #: The methods of a map of queries and keys.
 MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
@@ -42,3 +45,36 @@ def symmetric_by_methods(kind: type) -> bool:
     names = ("map_query", "map_key", "symmetric")
     query, key, stated = (next(i for i, one in enumerate(kind.__mro__) if name in vars(one)) for name in names)
     return query == key or min(query, key) >= stated
+
+
+def overlooked(part: Any) -> str:
+    """Describes what was set on a part, not on its class, and would be ignored by faster ways; empty if nothing was.
+
+    Warns about hooks that are not called.
+    """
+    kind, own = type(part), vars(part)
+    # Accelerate sets a `forward` that calls the original one, and leaves a bound method.
+    known = {
+        name for name in own if name == "forward" and ("_old_forward" in own or own[name] == kind.forward.__get__(part))
+    }
+    if found := STATED_METHODS.intersection(own) - known:
+        return (
+            f"A {kind.__name__} has its own {min(found)!r}, set on the object and not on its class. Faster ways to "
+            f"compute it would ignore this. Define the method in a subclass of {kind.__name__}."
+        )
+    if not any(getattr(part, name, None) for name in ("map_query", "separable", "rotates_heads", "num_features")):
+        return ""
+    hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+    for hook in hooks:
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            return (
+                f"{type(hook).__name__} computes a weight of a {kind.__name__} in a hook before its forward, but other "
+                "methods of this part read its weights, too, and would read an old one. Remove it (prune.remove, "
+                "remove_weight_norm), and use torch.nn.utils.parametrize or parametrizations."
+            )
+    if hooks:
+        warn_user(
+            f"A hook of a {kind.__name__} may not be called: other methods of this part than forward are used. To "
+            f"change what it computes, define the methods in a subclass of {kind.__name__}."
+        )
+    return ""

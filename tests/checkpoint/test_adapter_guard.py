@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hf_posenc import (
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.other_loaders import check_checkpoint
+from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import ABSENT, LORA, adapted, assert_same, base, edit_json, made
 from tests.checkpoint.test_resuming import trainer
 from tests.fresh import printed, run_fresh
@@ -261,3 +263,65 @@ def test_an_adapter_that_names_no_scheme_is_trained_on_in_a_stock_model_only(tmp
         model = PeftModel.from_pretrained(made("alibi"), tmp_path)
     model.save_pretrained(tmp_path)
     check_checkpoint(trainer(patched, tmp_path, 1), tmp_path)
+
+
+def _optimised(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.position_encoding.parameters(), lr=0.1)
+    model(torch.arange(1, 9).unsqueeze(0), labels=torch.arange(1, 9).unsqueeze(0)).loss.backward()
+    optimizer.step()
+    return model
+
+
+def _frozen(model: Any) -> Any:
+    model.position_encoding.requires_grad_(False)
+    return model
+
+
+def _thawed(model: Any) -> Any:
+    adapted = get_peft_model(model, LoraConfig(**LORA))
+    model.position_encoding.requires_grad_(True)
+    return adapted
+
+
+def _reloaded(model: Any, folder: Path) -> Any:
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+def _with_lora(model: Any, *_: Any) -> Any:
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+#: Whether the first training call warns: name of the scheme, and what gives the patched model an adapter.
+FREEZING: dict[str, tuple[str, Any, bool]] = {
+    "lora": ("fire", _with_lora, True),
+    "a table": ("learned", _with_lora, True),
+    "prompt tuning": ("fire", lambda model, _: get_peft_model(model, peft.PromptTuningConfig(**PROMPT)), True),
+    "injected": ("fire", lambda model, _: inject_adapter_in_model(LoraConfig(**LORA), model) and model, True),
+    "cast": ("fire", lambda model, _: _with_lora(model.to(torch.bfloat16)), True),
+    "suspended": ("fire", lambda model, _: native_scheme(model) and _with_lora(model), True),
+    "no parameters": ("alibi", _with_lora, False),
+    "adopted": ("native", _with_lora, False),
+    "add_lora": ("fire", lambda model, _: add_lora(model, LoraConfig(**LORA)), False),
+    "made trainable": ("fire", lambda model, _: _thawed(model), False),
+    "frozen before": ("fire", lambda model, _: _with_lora(_frozen(model)), False),
+    "trained before": ("fire", lambda model, _: _with_lora(_optimised(model)), False),
+    "loaded": ("fire", lambda model, folder: _with_lora(_reloaded(model, folder)), False),
+}
+
+
+@pytest.mark.parametrize("case", FREEZING)
+def test_a_new_scheme_that_an_adapter_freezes_is_named_in_the_first_training_call(case: str, tmp_path: Path) -> None:
+    scheme, adapt, warns = FREEZING[case]
+    model = adapt(patch_model(made(), scheme), tmp_path)
+    ids = torch.arange(1, 9).unsqueeze(0)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        model.eval()(input_ids=ids)
+        assert not [one for one in shown if "PEFT has frozen" in str(one.message)]
+        for _ in range(2):
+            model.train()(input_ids=ids, labels=ids)
+    found = [str(one.message) for one in shown if "PEFT has frozen" in str(one.message)]
+    assert len(found) == warns
+    assert all(f"{scheme!r}" in message and "add_lora(model, config)" in message for message in found)

@@ -106,7 +106,7 @@ def test_a_cache_that_is_emptied_keeps_nothing_of_other_weights(scheme: Any) -> 
             weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(turn))
 
 
-@pytest.mark.parametrize("scheme", KEEPING, ids=str)
+@pytest.mark.parametrize("scheme", [*KEEPING, "rerope", "attention_sinks"], ids=str)
 @torch.no_grad()
 def test_models_of_an_ensemble_decode_together(scheme: Any) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)

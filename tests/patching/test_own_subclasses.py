@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_posenc import (
@@ -167,17 +169,24 @@ def test_statements_are_about_the_method_they_were_made_for() -> None:
     assert not without(RotaryMap, "map_key", inherited=True).symmetric
 
 
+#: A number that a callback of a trainer might change.
+SCHEDULE = {0: 1.0}
+
+
 class Steps(DistanceBias):
     """A penalty on distance whose slopes are a buffer that is saved, and one that is not."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
         self.strength = 1.0
+        self.options = {"factor": 1.0}
+        self.constant = torch.ones(())
         self.register_buffer("saved", torch.zeros(context.num_heads))
         self.register_buffer("computed", torch.arange(1.0, 1 + context.num_heads), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        slopes = self.strength * (self.saved + self.computed).float()
+        factor = self.strength * self.options["factor"] * self.constant * SCHEDULE[0]
+        slopes = factor * (self.saved + self.computed).float()
         return -torch.einsum("h,...->h...", slopes, distance.abs().float())
 
 
@@ -193,6 +202,18 @@ def set_attribute(part: Any) -> None:
     part.strength = 3.0
 
 
+def change_option(part: Any) -> None:
+    part.options["factor"] = 3.0
+
+
+def write_constant(part: Any) -> None:
+    part.constant.fill_(3.0)
+
+
+def set_global(part: Any) -> None:
+    SCHEDULE[0] = 3.0
+
+
 def hook(part: Any) -> None:
     part.register_forward_hook(lambda part, given, result: 3.0 * result)
 
@@ -201,12 +222,16 @@ def unhook(part: Any) -> None:
     part._forward_hooks.clear()
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, write), (None, set_attribute), (None, hook), (hook, unhook)])
+CHANGES = [(None, change) for change in (write, set_attribute, change_option, write_constant, set_global, hook)]
+
+
+@pytest.mark.parametrize(("before", "after"), [*CHANGES, (hook, unhook)])
 @torch.no_grad()
 def test_a_part_may_change_between_tokens(before: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that decoding keeps are those of the part as it is now."""
 
     def last_token(after: Any) -> torch.Tensor:
+        monkeypatch.setitem(SCHEDULE, 0, 1.0)
         model, cache = patched("llama_gqa", OwnBuffers()), DynamicCache()
         given = zip((before, None, after), tokens(1, 8).split([6, 1, 1], dim=1), strict=True)
         for change, ids in given:
@@ -334,6 +359,51 @@ def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
 def test_a_method_that_is_set_on_a_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"has its own 'forward', set on the object.*Define the method in a subclass"):
         patch_model(ARCHITECTURES["llama_gqa"].build(), OwnConfig("forget_gate", place="part"))
+
+
+@pytest.mark.parametrize(("scheme", "method"), [("forget_gate", "forward"), ("rope", "phases"), ("t5", "forward")])
+def test_a_method_that_is_set_on_a_placed_part_is_refused(scheme: str, method: str, tmp_path: Path) -> None:
+    model = patched("llama_gqa", scheme)
+    expected = logits(model)
+    part = next(part for part in model.position_encoding.parts())
+    setattr(part, method, lambda *given: None)
+    with pytest.raises(UnsupportedError, match=rf"has its own '{method}', .*Define the method in a subclass of"):
+        model(tokens())
+    with pytest.raises(UnsupportedError, match=rf"has its own '{method}'"):
+        model.save_pretrained(tmp_path)
+    delattr(part, method)
+    assert torch.equal(logits(model), expected)
+    add_hook_to_module(part, AlignDevicesHook("cpu"))
+    assert torch.equal(logits(model), expected)
+    remove_hook_from_module(part)
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weight"), [("forget_gate", "weight"), ("grape_ap", "projection"), ("pope", "delta")]
+)
+def test_hooks_that_a_part_does_not_run_are_named(scheme: str, weight: str) -> None:
+    """A weight that a hook computes would stay as it is when the hook was registered."""
+    model = patched("llama_gqa", scheme)
+    part = next(part for part in model.position_encoding.parts())
+    prune.random_unstructured(part, weight, amount=0.5)
+    with pytest.raises(UnsupportedError, match=r"RandomUnstructured computes a weight of a \w+ in a hook.*parametrize"):
+        model(tokens())
+    prune.remove(part, weight)
+    expected = logits(model)
+    part.register_forward_hook(lambda *given: None)
+    with pytest.warns(UserWarning, match=r"A hook of a \w+ may not be called.*define the methods in a subclass"):
+        assert torch.equal(logits(model), expected)
+
+
+def test_a_pruned_weight_of_a_part_that_runs_its_hooks_follows_the_weight() -> None:
+    model, other = patched("llama_gqa", "t5"), patched("llama_gqa", "t5")
+    (part,), (own,) = ({*one.position_encoding.parts()} for one in (model, other))
+    prune.random_unstructured(part, "weight", amount=0.5)
+    with torch.no_grad():
+        part.weight_orig.add_(1.0)
+        own.weight.copy_(part.weight_orig * part.weight_mask)
+    assert distance(logits(model), logits(other)) < 1e-5
 
 
 def test_a_subclass_needs_its_own_name() -> None:

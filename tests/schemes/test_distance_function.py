@@ -150,7 +150,7 @@ def without_the_one(distance: Tensor) -> Tensor:
         ),
         (the_same_everywhere, r"the_same_everywhere returned the shape \(\) for"),
         (a_number, "a_number returned float; expected a tensor"),
-        (hidden_by_a_product, "returned nan for the distance 0, so"),
+        (hidden_by_a_product, "^hidden_by_a_product returned nan for the distance 0, so"),
         (without_the_one, "returned inf for the distance 0, so"),
     ],
 )

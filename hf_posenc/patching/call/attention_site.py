@@ -313,7 +313,8 @@ class AttentionSite(LogitSite):
         again = query_key_map is not None and query_key_map.mapped_again
         if not again or self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():
             return
-        if not any(torch.equal(query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated):
+        pairs = ((query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated)
+        if not any(torch.equal(*map(_of_transforms, pair)) for pair in pairs):
             CHANGED_QUERIES.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         self.rotation_is_last = True
 
@@ -432,10 +433,17 @@ class AttentionSite(LogitSite):
         raise UnsupportedError(
             f"The cache holds keys of width {cached.shape[-1]}, but with {type(part).__name__} this "
             f"{type(self.module).__name__} caches keys of width {width}. The cached keys did not come from "
-            "this model. Prefix tuning, for example, learns keys of the model's original width, which lack the "
-            "channels that the scheme adds. Use LoRA or prompt tuning with this scheme, or a cache that was filled by "
-            "this model."
+            "this model, or it had another dtype then (a cast, or autocast switched on or off), in which the features "
+            "of a token have another width. Start with a new cache. Prefix tuning learns keys of the model's original "
+            "width, which lack the channels that the scheme adds: use LoRA or prompt tuning with this scheme."
         )
+
+
+def _of_transforms(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor inside `torch.func.vmap` and other transforms, for all of its rows."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def with_batch(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:

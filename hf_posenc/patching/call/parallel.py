@@ -11,6 +11,7 @@ gradients of its own heads.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -30,7 +31,6 @@ from hf_posenc.schemes.parts import (
     QueryKeyMap,
     SeparableBias,
     feature_counts,
-    take_declarations,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 
@@ -117,13 +117,19 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _SplitPart(Part, Generic[PartType]):
-    """Base class of parts that are restricted to the heads of one process. `inner` is the part for all heads."""
+    """Base class of parts that are restricted to the heads of one process. `inner` is the part for all heads.
+
+    It has the declarations of `inner`, except the names of parameters.
+    """
 
     def __init__(self, inner: PartType, shard: HeadShard) -> None:
         super().__init__()
         self.inner = inner
         self.shard = shard
-        take_declarations(self, inner)
+        for kind in type(self).__mro__:
+            for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
+                if name != "no_weight_decay" and hasattr(kind, name):
+                    setattr(self, name, getattr(inner, name, getattr(kind, name)))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Calls `check_cache` of the inner part."""

@@ -364,6 +364,8 @@ class StackForward(PlacedForward):
                 self.runtime.recomputation.has_run = True
                 if not is_compiling():
                     self.runtime.trainings += 1
+                    if self.module.training and self.runtime.watch is not None and self.runtime.watch.frozen:
+                        self.runtime.watch.warn_of_frozen()
                 self.runtime.recomputation.keep_state(self.module)
             if self.inner is not None and self.runtime.viewed is not None and state.query_length == UNKNOWN:
                 raise UnsupportedError(

@@ -18,13 +18,15 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import Stack, modules_by_stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
+from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.statements import STATED_METHODS, overlooked
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding
@@ -66,12 +68,20 @@ class StackRecord:
         self.function: Any = None
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
+        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
+        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        if before is not None and before.encoding is encoding:
+            self.new = before.new
+        #: Those among them that an adapter has frozen.
+        self.frozen: list[nn.Parameter] = []
         self._reset()
         self._class_forwards: dict[int, Any] = {id(one): type(one).forward for one in self.stack.modules()}
 
     def _reset(self) -> None:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
         self._forwards: list[tuple[nn.Module, dict[str, Any], Any, type, Any]] = []
+        #: The attributes and hooks of each part, and their number.
+        self._parts: list[tuple[dict[str, Any], dict[int, Any], dict[int, Any], int]] = []
         self._settings: dict[str, Any] = {}
         self._found: list[nn.Module] = []
         #: Number of fields of the stack's config; -1 before the first check, so that it never matches.
@@ -82,7 +92,9 @@ class StackRecord:
         self.number = number_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
+        # A copy cannot tell whether its parameters are new.
+        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
+        return state | {"new": [], "frozen": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -96,6 +108,25 @@ class StackRecord:
         self.encoding.runtime.unattended = set() if problem else {*answer_of(self.number, "_attentions_to_run")}
         if problem:
             raise UnsupportedError(problem)
+
+    def new_and_trained(self) -> list[nn.Parameter]:
+        """The trainable parameters that have the numbers with which `patch_model` has initialised them."""
+        found = ((reference(), writes) for reference, writes in self.new)
+        return [one for one, writes in found if one is not None and one.requires_grad and one._version == writes]
+
+    def warn_of_frozen(self) -> None:
+        """Warns, in the first training call, about new parameters that an adapter has frozen."""
+        frozen = {id(one) for one in self.frozen if not one.requires_grad}
+        names = [name for name, one in self.encoding.named_parameters() if id(one) in frozen]
+        self.frozen = []
+        if names:
+            warn_user(
+                f"PEFT has frozen parameters of {self.encoding.runtime.scheme.label!r} that are as patch_model has "
+                f"initialised them ({names[0]}; {len(names)} in all), so the adapter is trained with an "
+                "untrained scheme. To train both, call hf_posenc.recipes.add_lora(model, config) instead of "
+                "get_peft_model, or model.get_base_model().position_encoding.requires_grad_(True) after it. To keep "
+                "these numbers, call model.position_encoding.requires_grad_(False) before it."
+            )
 
     def refuse_unattended(self) -> None:
         """Refuses a call in which a patched attention module did not run; in training only after many."""
@@ -143,6 +174,14 @@ class StackRecord:
             )
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
+        for part in self.encoding.modules():
+            untouched = (
+                STATED_METHODS.isdisjoint(vars(part)) and not part._forward_pre_hooks and not part._forward_hooks
+            )
+            if isinstance(part, Part) and not untouched and (ignored := overlooked(part)):
+                return ignored
+            if isinstance(part, Part) and part._stated_about["forward"] is not type(part).forward:
+                part.check_statements()
         moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
@@ -318,6 +357,9 @@ class StackRecord:
         for children, before in self._children:
             if [*children.values()] != before:
                 return False
+        for attributes, hooks, others, number in self._parts:
+            if len(attributes) + len(hooks) + len(others) != number:
+                return False
         own = self.stack.config.__dict__
         for name, value in self._settings.items():
             if own.get(name) != value:
@@ -328,11 +370,16 @@ class StackRecord:
         # The stack, and the modules on the way from it to the sites.
         way = (parent for path in sites for parent, _, _ in _along(path, self.stack))
         above = list({id(module): module for module in (self.stack, *way)}.values())
-        seen = {id(module): module for module in (*(change.target for change in placed), *above)}.values()
+        parts = [one for one in self.encoding.modules() if isinstance(one, Part)]
+        seen = {id(module): module for module in (*(change.target for change in placed), *above, *parts)}.values()
         self._forwards = [
             (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
         ]
         self._children = [(module._modules, [*module._modules.values()]) for module in above]
+        self._parts = []
+        for one in parts:
+            hooks = one._forward_pre_hooks, one._forward_hooks
+            self._parts.append((one.__dict__, *hooks, len(one.__dict__) + sum(map(len, hooks))))
         own = self.stack.config.__dict__
         self._settings = {name: copy.deepcopy(own[name]) for name in (*self.fields, _BACKEND) if name in own}
         self._number_of_fields = len(own)

@@ -48,10 +48,15 @@ class FunctionOfDistance(DistanceBias):
         super().__init__()
         self.config = config
         self.num_heads = context.num_heads
+        #: The module of the function, which may read numbers that change.
+        self.written_in = type(config).__module__
         self.no_weight_decay = config.learned
         for name in sorted(config.learned):
             self.register_parameter(name, nn.Parameter(torch.empty(context.num_heads)))
         self.reset_parameters()
+
+    def _get_name(self) -> str:
+        return self.config.name
 
     def reset_parameters(self) -> None:
         """Sets the learned numbers of all heads to the options."""
