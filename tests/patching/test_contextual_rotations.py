@@ -267,10 +267,15 @@ def test_windows_are_refused_whatever_other_layers_have(elsewhere: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("XGLMForCausalLM", {}), ("GPTNeoForCausalLM", {"attention_types": [[["global"], 2]]})]
+    ("name", "options"),
+    [
+        ("XGLMForCausalLM", {}),
+        ("GPTNeoForCausalLM", {"attention_types": [[["global"], 2]]}),
+        ("MobileBertForMaskedLM", {"embedding_size": 32, "intra_bottleneck_size": 32}),
+    ],
 )
-def test_modules_with_scores_of_their_own_get_rotated_heads(name: str, options: dict[str, Any]) -> None:
-    """XGLM scales its queries before the product, and GPT-Neo does not scale."""
+def test_other_layers_get_rotated_heads(name: str, options: dict[str, Any]) -> None:
+    """XGLM scales its queries before the product, GPT-Neo does not scale, and MobileBERT narrows its layers' input."""
 
     def built(scheme: str, **given: Any) -> Tensor:
         torch.manual_seed(0)
