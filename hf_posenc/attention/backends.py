@@ -74,6 +74,8 @@ _TAKES_POSITION_BIAS: dict[Function, bool] = {}
 #: The place of the mask among the arguments of an attention function.
 _MASK = 4
 _READS_MASK: dict[Function, bool] = {}
+#: Options of stock sdpa that this package leaves to it.
+_OTHER_FEATURES = ("dropout", "softcap", "s_aux", "output_attentions")
 
 
 def is_stock_sdpa(function: Function) -> bool:
@@ -316,8 +318,11 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
 
 def _uses_other_features(call: AttentionCall) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
-    others = (call.kwargs.get(name) for name in ("dropout", "softcap", "s_aux", "output_attentions"))
-    return bool(call.args) or any(isinstance(value, Tensor) or bool(value) for value in others)
+    for name in _OTHER_FEATURES:
+        value = call.kwargs.get(name)
+        if value is not None and _is_set(value):
+            return True
+    return bool(call.args)
 
 
 def _is_set(value: Any) -> bool:

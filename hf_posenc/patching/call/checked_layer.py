@@ -162,7 +162,8 @@ class CheckedLayer:
         assert self.places is not None
         slots, keys, scaling = self.places
         lengths, own = (query.shape[2], key.shape[2]), call.state.own(bias)
-        site.find_features(call, *lengths)
+        if site.encoding.num_features:
+            site.find_features(call, *lengths)
         inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
         pairs.memo = self.memo if query.shape[2] == 1 else None
