@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         of_queries = products_of_rows(self, pairs, self.key_weight, rows, occurring)
         return of_queries if self.query_weight is None else plus(of_queries, of_keys, pairs.key_scaling)
 
-    def _from_farthest(self, query_scaling: float, key_scaling: float) -> tuple[Tensor, Tensor]:
+    def _from_farthest(self, query_scaling: Any, key_scaling: Any) -> tuple[Tensor, Tensor]:
         """The vectors of keys, and those of queries, `(heads, rows, head_dim)` float32, from the farthest key on."""
         of_keys, of_queries = cast("Tensor", self.query_weight), cast("Tensor", self.key_weight)
         return of_keys.float().flip(1) * key_scaling, of_queries.float().flip(1) * query_scaling

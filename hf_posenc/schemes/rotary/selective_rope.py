@@ -83,15 +83,14 @@ class SelectiveRotation(ContextualRotation):
         if cached is None or features.shape[-2] != 1 or dtype == torch.float64:
             return super().new_factors(cached, features, keys, dtype)
         count, steps = self.kernel.shape[1:]
+        lengths = [cached.shape[-2], 1]
         if self.gate_weight is None:
-
-            def find() -> list[Tensor]:
-                return torch.split_with_sizes(_weights(keys, steps), [cached.shape[-2], 1], dim=-1)
-
-            of_cached, of_new = keys.remembered(f"weights {steps}", find, keys.ids)
+            of_cached, of_new = keys.remembered(
+                f"weights {steps}", lambda: _weights(keys, steps).split(lengths, dim=-1), keys.ids
+            )
         else:
-            weights = _weights(keys, steps, torch.cat((cached[..., count:], features[..., count:]), dim=-2))
-            of_cached, of_new = torch.split_with_sizes(weights, [cached.shape[-2], 1], dim=-1)
+            gates = torch.cat((cached[..., count:], features[..., count:]), dim=-2)
+            of_cached, of_new = _weights(keys, steps, gates).split(lengths, dim=-1)
             cached, features = cached[..., :count], features[..., :count]
         sums = torch.addcmul(of_cached @ cached, of_new, features)
         combined = (sums * self.kernel.float().transpose(-2, -1)).sum(dim=-2, keepdim=True)
