@@ -320,7 +320,7 @@ def _uses_other_features(call: AttentionCall) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
     for name in _OTHER_FEATURES:
         value = call.kwargs.get(name)
-        if value is not None and _is_set(value):
+        if isinstance(value, Tensor) or value:
             return True
     return bool(call.args)
 
