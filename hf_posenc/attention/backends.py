@@ -41,6 +41,7 @@ from hf_posenc.attention.block_attention import (
     for_kernel,
     merge_mask,
     rows_without_keys,
+    single_query_attention,
     without_empty_rows,
 )
 from hf_posenc.attention.block_windows import narrowed
@@ -73,11 +74,18 @@ _TAKES_POSITION_BIAS: dict[Function, bool] = {}
 #: The place of the mask among the arguments of an attention function.
 _MASK = 4
 _READS_MASK: dict[Function, bool] = {}
+#: Options of stock sdpa that this package leaves to it.
+_OTHER_FEATURES = ("dropout", "softcap", "s_aux", "output_attentions")
 
 
 def is_stock_sdpa(function: Function) -> bool:
     """Whether a function is transformers' own sdpa, outside of function transforms."""
     return getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
+
+
+def is_single_query_of_sdpa(call: AttentionCall) -> bool:
+    """Whether `single_query_attention` is what stock sdpa computes in a call with one query, in fewer calls."""
+    return call.mask is None and is_stock_sdpa(call.function) and not (exporting() or _uses_other_features(call))
 
 
 def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor) -> Attention:
@@ -103,7 +111,10 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
     name, function = call.name, call.function
     decodes = query.shape[2] == 1 and call.mask is None and query.dtype != torch.float64 and not exporting()
     if decodes and is_stock_sdpa(function):  # Calls cost more than the computation.
-        return _with_mask(call, for_kernel(form.rows(), query))
+        bias = for_kernel(form.rows(), query)
+        if _uses_other_features(call):
+            return _with_mask(call, bias)
+        return functools.partial(single_query_attention, bias=bias, scaling=call.kwargs.get("scaling"))
     if query.dtype == torch.float64:
         # Schemes compute biases in float32 in any model. With a float64 query they are cast up, so that sums and
         # kernels have one dtype.
@@ -307,8 +318,11 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
 
 def _uses_other_features(call: AttentionCall) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
-    others = (call.kwargs.get(name) for name in ("dropout", "softcap", "s_aux", "output_attentions"))
-    return bool(call.args) or any(isinstance(value, Tensor) or bool(value) for value in others)
+    for name in _OTHER_FEATURES:
+        value = call.kwargs.get(name)
+        if isinstance(value, Tensor) or value:
+            return True
+    return bool(call.args)
 
 
 def _is_set(value: Any) -> bool:

@@ -91,6 +91,34 @@ def block_attention(
     return output if empty is None else with_means(output, value, empty)
 
 
+def single_query_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None
+) -> tuple[Tensor, None]:
+    """Attention of one query, as stock sdpa computes it, in fewer calls. Query heads are the queries of their key head.
+
+    Args:
+        module: the attention module, which does not matter.
+        query: `(batch, heads, 1, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+        bias: `(batch or 1, heads, 1, key_len)`, as the kernel of the device takes it, or `None`.
+        scaling: factor of `query . key`; `None` for that of the width.
+
+    Returns:
+        `(batch, 1, heads, value_dim)`, and `None` for the probabilities.
+    """
+    batch, heads, _, width = query.shape
+    if key.shape[1] != heads:
+        query = query.reshape(batch, key.shape[1], -1, width)
+        bias = None if bias is None else bias.reshape(bias.shape[0], key.shape[1], -1, bias.shape[-1])
+    if scaling is not None and width != value.shape[-1] and query.is_cpu and query.dtype == torch.float32:
+        # The kernel is for one width. Torch would take more operators, and copy all keys.
+        output = plain_attention(query, key, value, bias, scaling)
+    else:
+        output = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
+    return output.reshape(batch, 1, heads, -1), None
+
+
 def rows_without_keys(mask: Tensor) -> Tensor | None:
     """`(batch or 1, heads or 1, query_len or 1, 1)` bool: queries that see no key. `None` without gradients.
 
@@ -175,16 +203,19 @@ def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) 
     return merged.clamp(min=smallest).to(dtype)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
     """`softmax(scaling * query . key + bias) . value` in plain operators, whose probabilities autograd keeps.
 
     All tensors have one dtype, and there are as many key heads as query heads.
     """
     batch, heads, length = query.shape[:3]
     queries, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    of_pairs = bias.expand(batch, -1, -1, -1).flatten(0, 1)
+    of_pairs = queries if bias is None else bias.expand(batch, -1, -1, -1).flatten(0, 1)
     with without_autocast(query.device):
-        scores = torch.baddbmm(of_pairs, queries, keys.transpose(1, 2), alpha=scaling)
+        if bias is None:
+            scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling)
+        else:
+            scores = torch.baddbmm(of_pairs, queries, keys.transpose(1, 2), alpha=scaling)
         return torch.bmm(scores.softmax(-1), values).view(batch, heads, length, value.shape[-1])
 
 

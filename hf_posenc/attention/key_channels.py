@@ -55,8 +55,11 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
         rest = rest - channels[-1].float()
         channels.append(rest.to(key.dtype))
     numbers = grouped.shape[-1]
-    if missing := num_channels(numbers, key.dtype) - numbers * len(channels):
+    missing = num_channels(numbers, key.dtype) - numbers * len(channels)
+    if missing % numbers:
         channels[-1] = nn.functional.pad(channels[-1], (0, missing))
+    else:
+        channels += channels[-1:] * (missing // numbers)  # Any number will do, and there is no operator for it.
     return torch.cat((key, *channels), dim=-1)
 
 

@@ -282,6 +282,9 @@ class AttentionPairs:
     key_features: Tensor | None = None
     query_factor: float | Tensor = 1.0
     key_factor: float | Tensor = 1.0
+    #: What layers with the same positions and slots share, if one of them has checked the call. Other pairs that are
+    #: made of these do not have it.
+    memo: dict[Hashable, Any] | None = field(default=None, init=False)
 
     @property
     def query_scaling(self) -> float | Tensor:
@@ -364,6 +367,11 @@ class AttentionPairs:
 
         Otherwise the value would be a large tensor of all pairs, stored until the forward call ends.
         """
+        if self.memo is not None:
+            known = self.memo.get(name)
+            if known is None:
+                known = self.memo[name] = (compute(),)
+            return known[0]
         if self.query_slots.shape[0] != 1 and not self.is_small:
             return compute()
         return self.keys.remembered(name, compute, self.keys.ids, self.query_slots)

@@ -24,6 +24,7 @@ from hf_posenc.schemes import (
     Positions,
     SchemeConfig,
     ShawConfig,
+    SwinConfig,
     TransformerXLConfig,
     WaveletConfig,
 )
@@ -32,6 +33,7 @@ from hf_posenc.schemes.bias.disentangled import LogBuckets
 from hf_posenc.schemes.bias.fire import FireBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.positions import KeptValues
 
 from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
 
@@ -208,6 +210,27 @@ def test_a_causal_model_has_vectors_for_earlier_keys_only() -> None:
     ):
         assert getattr(build(config, causal=causal, **PLACE).logit_bias, table).shape == shape
     assert build(DisentangledConfig("p2c", 20, 6)).logit_bias.key_weight is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("reach", [5, 40])
+def test_one_query_reads_tables_that_a_cache_keeps(reach: int, gap: int) -> None:
+    """As without a cache, also if they do not reach the first keys, and with a gap between tokens."""
+    positions, heads, hidden = counted(LENGTH), random_heads(LENGTH, **PLACE), torch.randn(1, 1, HIDDEN)
+    ids = positions.ids + gap * (positions.ids > 4)
+    newest = torch.tensor([LENGTH - 1])
+    tables = LowRankRelativeConfig(4, reach), DisentangledConfig(max_distance=reach)
+    for config in (*tables, TransformerXLConfig(), SwinConfig((2, 8))):
+        bias: Any = build(config, **PLACE).logit_bias
+        redraw(bias)
+        found = []
+        for memo in ({}, {KeptValues: KeptValues()}):
+            at_ids = dataclasses.replace(positions, ids=ids, memo=memo)
+            pairs = dataclasses.replace(pairs_at(at_ids, newest, heads), hidden_states=hidden)
+            found += [bias(pairs), bias(pairs)]
+        for values in found[1:]:
+            torch.testing.assert_close(values, found[0], rtol=1e-5, atol=1e-5)
 
 
 # --- biases that leave out what is the same for all, against the plain way

@@ -7,20 +7,22 @@ whose parts differ only in their weights, if they only have to compute the rows 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.backends import Attention, MatrixAttention, MatrixKernel, is_stock_sdpa
-from hf_posenc.attention.block_attention import for_kernel
+from hf_posenc.attention.backends import Attention, MatrixAttention, MatrixKernel
+from hf_posenc.attention.block_attention import for_kernel, single_query_attention
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.logit_site import kept_row
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
@@ -43,11 +45,12 @@ class CheckedLayer:
         learned: whether this holds a learned bias.
         kernel: the attention of several queries, for layers that compute the rows of their own bias. A single query
             needs none: its row is the mask of the attention function.
-        has_rows: whether layers of the same kind may compute the rows of their own bias.
+        has_rows: whether layers of the same kind may compute the rows of their own bias, or rotate their own queries.
         by_slots: whether the bias is a function of the distance between slots.
         places: where the pairs of a bias are, if it is computed for pairs: slots of the queries, positions of the keys,
             and the factor of `query . key`.
         rows: biases that several layers share, by the id of the part.
+        memo: of `AttentionPairs`, if there is one query.
     """
 
     arguments: Arguments
@@ -59,6 +62,7 @@ class CheckedLayer:
     by_slots: bool
     places: tuple[Tensor, Positions, float | Tensor] | None
     rows: dict[int, Tensor] = field(default_factory=dict)
+    memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -73,7 +77,8 @@ class CheckedLayer:
         assert bias is not None
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in bias.parameters())
         kernel = call.attention.kernel if isinstance(call.attention, MatrixAttention) else None
-        has_rows = encoding.differs_in_rows and not traced() and _may_compute_rows(arguments, query, key, kernel)
+        differs = encoding.differs_in_rows or (encoding.differs_in_rotation and call.rotation is not None)
+        has_rows = differs and not traced() and _may_compute_rows(arguments, query, key, call.attention)
         shares = encoding.repeats_bias and (not learned or gradients_may_be_shared())
         if not has_rows and not shares:
             return None
@@ -115,6 +120,11 @@ class CheckedLayer:
                 return None
         except (RuntimeError, ValueError):
             return None  # A comparison of different tensors or arrays has no truth value.
+        if site.encoding.differs_in_rotation:
+            if call.rotation is None:
+                return None
+            query = apply_rotation(query, call.rotation, cast("Any", site.encoding.rotation_before_cache).layout)
+            return single_query_attention(site.module, query, key, value, None, self.arguments[2]["scaling"])
         same = self.attention is not None and site.encoding.identity == self.identity
         if same and (not self.learned or gradients_may_be_shared()):
             return cast("Attention", self.attention)(site.module, query, key, value)
@@ -124,8 +134,7 @@ class CheckedLayer:
         factor = 1.0 if scale is None else cast("float", scale.factor_of_all)
         if self.kernel is not None:
             return self.kernel(query if factor == 1 else query * factor, key, value, rows)
-        function, _, kwargs, *_ = self.arguments
-        return function(site.module, query, key, value, rows, **{**kwargs, "scaling": kwargs["scaling"] * factor})
+        return single_query_attention(site.module, query, key, value, rows, self.arguments[2]["scaling"] * factor)
 
     def _rows(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)`: the bias, as the kernel takes it."""
@@ -153,9 +162,11 @@ class CheckedLayer:
         assert self.places is not None
         slots, keys, scaling = self.places
         lengths, own = (query.shape[2], key.shape[2]), call.state.own(bias)
-        site.find_features(call, *lengths)
+        if site.encoding.num_features:
+            site.find_features(call, *lengths)
         inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
+        pairs.memo = self.memo if query.shape[2] == 1 else None
         if isinstance(own, SeparableBias) and own.separable:
             return FusedForm(None, *lengths, terms=own.key_terms(pairs), query_slots=slots).rows()
         if own.reads_content:
@@ -163,11 +174,11 @@ class CheckedLayer:
         return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)
 
 
-def _may_compute_rows(arguments: Arguments, query: Tensor, key: Tensor, kernel: MatrixKernel | None) -> bool:
+def _may_compute_rows(arguments: Arguments, query: Tensor, key: Tensor, attention: Attention | None) -> bool:
     """Whether a layer of the same kind only has to compute the rows of its bias in a call with these arguments."""
-    function, mask, kwargs, _, _, has_gradients, autocast, dtype, *_ = arguments
+    _, _, kwargs, _, _, has_gradients, autocast, dtype, *_ = arguments
     if autocast or dtype == torch.float64 or kwargs.get("scaling") is None or POSITION_BIAS in kwargs:
         return False
-    if query.shape[2] == 1:
-        return mask is None and not has_gradients and is_stock_sdpa(function)
-    return kernel is not None and query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
+    if isinstance(attention, MatrixAttention):
+        return query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
+    return not has_gradients and getattr(attention, "func", None) is single_query_attention

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attention_with
-from hf_posenc.attention.block_attention import AttentionCall
+from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa
+from hf_posenc.attention.block_attention import AttentionCall, single_query_attention
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.scores import in_parts
 from hf_posenc.errors import UnsupportedError
@@ -335,6 +335,9 @@ class InterfaceAttention(Rebound, AttentionSite):
                 return attend_with_wide_values(attend, self.module, query, key, value)
             call.form, call.attention = form, attend
             return attend(self.module, query, key, value)
+        if query.shape[2] == 1 and is_single_query_of_sdpa(kernel):
+            call.attention = functools.partial(single_query_attention, bias=None, scaling=kernel.kwargs.get("scaling"))
+            return call.attention(self.module, query, key, value)
         attend = functools.partial(attend_with_wide_values, kernel.function) if wide else kernel.function
         return attend(self.module, query, key, value, kernel.mask, *kernel.args, **kernel.kwargs)
 

@@ -49,7 +49,7 @@ from hf_posenc.schemes.positions import (
 )
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
-from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, factors_of_angles
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
@@ -200,7 +200,7 @@ class LogitSite(PlacedForward):
         rotation, state, new = call.state.own(self.encoding.rotation_before_cache), call.state, key.shape[-2]
         with without_autocast(key.device):
             if rotation.angles_of_own_token:
-                call.rotation = rotation.factors(features, state.positions(), key.dtype)
+                call.rotation = rotation.new_factors(None, features, state.positions(), key.dtype)
             elif cached is not None and in_slots:
                 keys, slots = self._places(state, new, cached.shape[-2], as_cached=True)
                 factors = rotation.factors(cached.index_copy(-2, slots, features), keys, key.dtype)
@@ -210,8 +210,7 @@ class LogitSite(PlacedForward):
                 keys, _ = self._places(state, new, length, as_cached=True)
                 if not traced() and length > new and is_accepted(state.cache_object):
                     self._require_all_tokens(keys.ids[:, :-new])
-                angles = rotation.new_angles(cached, features, keys, key.dtype)
-                call.rotation = factors_of_angles(angles, rotation.layout, key.dtype)
+                call.rotation = rotation.new_factors(cached, features, keys, key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
 
     def _places(

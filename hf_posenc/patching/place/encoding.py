@@ -129,7 +129,10 @@ class LayerEncoding:
         self.differs_in_rows = self.kind is not None and len(summands) == 1 and not special
         #: A name of the layers that leave their checks to the first of them; `None` if each checks.
         self.checked_with: Hashable = self.identity if self.repeats_bias else None
-        if self.differs_in_rows:
+        #: Whether layers of the kind only have to rotate their queries, if keys were rotated before they were cached.
+        self.differs_in_rotation = self.only_rotates_by_input and self.rotation_before_cache is not None
+        self.differs_in_rotation = self.differs_in_rotation and rotates and not again and self.shard is None
+        if self.differs_in_rows or self.differs_in_rotation:
             self.checked_with = self.kind
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again

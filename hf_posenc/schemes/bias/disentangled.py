@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from hf_posenc.schemes.bias.relative_tables import (
     clipped_rows,
     plus,
     products_of_rows,
+    products_with_vectors,
+    run_to_newest,
     select_rows_of_keys,
 )
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
@@ -93,6 +96,11 @@ class DisentangledBias(NormalWeights, PairwiseBias):
             ValueError: for positions that are not integers.
         """
         check_whole_positions(pairs.keys, "The learned table of disentangled", "Use integer positions.")
+        run = run_to_newest(pairs, self.span - 1) if self.buckets is None else None
+        factors = pairs.query_scaling, pairs.key_scaling
+        if run and self.key_weight is not None and self.query_weight is not None and Tensor not in map(type, factors):
+            tables = pairs.keys.kept(self, ("tables", factors), functools.partial(self._from_farthest, *factors))
+            return products_with_vectors(pairs, *(table.narrow(1, *run) for table in tables))
         rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
         if self.query_weight is not None:
             table = self.query_weight.narrow(1, *occurring).float()
@@ -101,6 +109,11 @@ class DisentangledBias(NormalWeights, PairwiseBias):
             return of_keys * pairs.key_scaling
         of_queries = products_of_rows(self, pairs, self.key_weight, rows, occurring)
         return of_queries if self.query_weight is None else plus(of_queries, of_keys, pairs.key_scaling)
+
+    def _from_farthest(self, query_scaling: Any, key_scaling: Any) -> tuple[Tensor, Tensor]:
+        """The vectors of keys, and those of queries, `(heads, rows, head_dim)` float32, from the farthest key on."""
+        of_keys, of_queries = cast("Tensor", self.query_weight), cast("Tensor", self.key_weight)
+        return of_keys.float().flip(1) * key_scaling, of_queries.float().flip(1) * query_scaling
 
 
 @register_scheme

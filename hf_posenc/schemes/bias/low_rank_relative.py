@@ -7,7 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.bias.relative_tables import check_whole_positions, clipped_rows, selected_products
+from hf_posenc.schemes.bias.relative_tables import (
+    check_whole_positions,
+    clipped_rows,
+    run_to_newest,
+    selected_products,
+)
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, MOST_DISTANCES
@@ -48,8 +53,13 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
             )
         check_whole_positions(pairs.keys, "low_rank_relative", "Use integer positions.")
         mixture = nn.functional.linear(pairs.hidden_states.float(), self.projection.float())
+        rank, window = self.profiles.shape
+        run = run_to_newest(pairs, window - 1)
+        if run is not None:
+            profiles = pairs.keys.kept(self, "profiles from the farthest key on", lambda: self.profiles.float().flip(1))
+            products = torch.mm(mixture.view(-1, rank), profiles.narrow(1, *run))
+            return products.view(-1, self.num_heads, 1, run[1])
         mixture = mixture.unflatten(-1, (self.num_heads, -1))
-        window = self.profiles.shape[-1]
         # A zero on either side, for later keys and for those beyond the window.
         rows, (first, count) = clipped_rows(pairs, -1, window, back=True)
         profiles = pairs.keys.kept(self, "profiles", lambda: nn.functional.pad(self.profiles.float(), (1, 1)))

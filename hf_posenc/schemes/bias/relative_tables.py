@@ -55,6 +55,46 @@ def clipped_rows(
     return pairs.remembered(("rows", first, last, back, buckets), find)
 
 
+def run_to_newest(pairs: AttentionPairs, behind: int | None = None) -> tuple[int, int] | None:
+    """Where the rows of all keys are in a table of distances that a cache keeps, by rising position of the key.
+
+    While tokens are decoded, the distances of the newest token are a run of such a table, so nothing is selected.
+
+    Args:
+        pairs: the queries and keys.
+        behind: number of rows before that of the query's own token; `None` for as many as there are keys.
+
+    Returns:
+        The first row and the number of keys; `None` if these are not the keys up to one query, without gaps, or if it
+        is not known.
+    """
+    length = pairs.key.shape[-2]
+    if pairs.query.shape[-2] > 1 or not pairs.keys.keeps_values or (behind is not None and length > behind + 1):
+        return None
+
+    def find() -> bool:
+        distance = pairs.distance
+        if traced() or not distance.is_cpu:
+            return False  # It would have to be read from the device.
+        return bool((distance == torch.arange(1 - length, 1, device=distance.device)).all())
+
+    return (0 if behind is None else behind + 1 - length, length) if pairs.remembered("is newest", find) else None
+
+
+def products_with_vectors(pairs: AttentionPairs, of_keys: Tensor, of_queries: Tensor | None = None) -> Tensor:
+    """Each key times its vector, plus a single query times that of the key, `(batch, heads, 1, key_len)` float32.
+
+    Args:
+        pairs: a query and keys.
+        of_keys: `(heads, key_len or 1, head_dim)`.
+        of_queries: `(heads, key_len, head_dim)`, or `None`.
+    """
+    products = pairs.expanded_key.float() * of_keys
+    if of_queries is not None:
+        products = torch.addcmul(products, pairs.query.float(), of_queries)
+    return products.sum(-1).unsqueeze(-2)
+
+
 def select_rows(products: Tensor, rows: Tensor) -> Tensor:
     """Selects, for every pair, the product of the query with the vector of the pair's distance.
 

@@ -50,9 +50,12 @@ class SwinBias(NativeTable, PairwiseBias):
             ValueError: for a grid that the table cannot be resized to, coordinates of another number of axes, or
                 coordinates that are not integers.
         """
-        given = pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens
-        where = pairs.remembered(f"places of {self._name}", lambda: places(*given))
-        whole_positions(where.coordinates, SwinConfig.name)
+        if pairs.query.shape[-2] == 1 and pairs.keys.keeps_values:
+            rows = pairs.remembered(("rows of one table", self._name), lambda: self._rows_of_one_table(pairs))
+            if rows is not None:
+                by_head = pairs.keys.kept(self, "by head", self._by_head)
+                return by_head.index_select(1, rows.view(-1)).view(-1, *rows.shape).transpose(0, 1)
+        where = self._places(pairs)
         rows, entries = self._rows_and_table(pairs, where)
         if where.placed is not None:
             keys = where.placed.unsqueeze(-2)
@@ -64,6 +67,21 @@ class SwinBias(NativeTable, PairwiseBias):
             zero = without_place.new_zeros(CLASS_ENTRIES + 1 - without_place.shape[0], without_place.shape[1])
             entries = torch.cat((entries, without_place, zero))
         return entries_of_pairs(entries, rows)
+
+    def _by_head(self) -> Tensor:
+        return self.weight[: self.displacements].float().T.contiguous()
+
+    def _places(self, pairs: AttentionPairs) -> Places:
+        given = pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens
+        where = pairs.remembered(f"places of {self._name}", lambda: places(*given))
+        whole_positions(where.coordinates, SwinConfig.name)
+        return where
+
+    def _rows_of_one_table(self, pairs: AttentionPairs) -> Tensor | None:
+        """The rows, if they are those of the table at its own size, and all tokens have a place."""
+        where = self._places(pairs)
+        one = where.placed is None and where.extents is None and pairs.keys.grid is None
+        return self._rows_and_table(pairs, where)[0] if one else None
 
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
         """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from hf_posenc.schemes.bias.relative_tables import (
     check_whole_positions,
     clipped_rows,
     plus,
+    products_with_vectors,
+    run_to_newest,
     select_rows,
     sinusoidal_products,
     sinusoidal_vectors,
@@ -20,6 +22,9 @@ from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES, check_base, option
 from hf_posenc.schemes.weights import NormalWeights
+
+#: Maximum number of components that a cache keeps in each layer. For more, few operators are no advantage.
+_MOST_KEPT = 2**18
 
 
 class TransformerXLBias(NormalWeights, PairwiseBias):
@@ -64,6 +69,10 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         Raises:
             ValueError: for positions that are not integers, if distances are clamped.
         """
+        if self.clamp_length is None and 2 * pairs.key.shape[-2] * self.content_bias.numel() <= _MOST_KEPT:
+            run, factors = run_to_newest(pairs), (pairs.query_factor, pairs.query_scaling, pairs.key_scaling)
+            if run is not None and Tensor not in map(type, factors):
+                return self._for_newest(pairs, run[1], factors)
         by_key = self.content_bias.float().unsqueeze(-2) @ pairs.expanded_key.float().transpose(-1, -2)
         # Where the layer has scaled its queries, the bias is added to scaled ones.
         query = plus(pairs.query.float(), self.position_bias.float().unsqueeze(-2), pairs.query_factor)
@@ -74,6 +83,24 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         else:
             by_distance = self._by_clamped_distance(query, projection, pairs, self.clamp_length)
         return plus(by_distance, by_key, pairs.key_scaling)
+
+    def _for_newest(self, pairs: AttentionPairs, length: int, factors: tuple[Any, ...]) -> Tensor:
+        """The bias of the newest token, from vectors for twice as many distances, which a cache keeps."""
+
+        def compute() -> tuple[Tensor, ...]:
+            query_factor, query_scaling, key_scaling = factors
+            projection = self.position_projection.float().view(*self.content_bias.shape, -1)
+            distances = torch.arange(2 * length - 1, -1, -1, device=projection.device)
+            sinusoids = sinusoidal_vectors(distances, self._frequencies)
+            of_queries = sinusoids @ projection.transpose(-1, -2) * query_scaling
+            of_distances = self.position_bias.float().unsqueeze(-2) @ of_queries.transpose(-1, -2) * query_factor
+            return self.content_bias.float().unsqueeze(-2) * key_scaling, of_queries, of_distances
+
+        kept = pairs.keys.kept(self, factors, compute, lambda kept: kept[1].shape[1] >= length)
+        of_keys, of_queries, of_distances = kept
+        first = of_queries.shape[1] - length
+        products = products_with_vectors(pairs, of_keys, of_queries.narrow(1, first, length))
+        return products + of_distances.narrow(-1, first, length)
 
     def _by_clamped_distance(
         self, query: Tensor, projection: Tensor, pairs: AttentionPairs, clamp_length: int

@@ -12,7 +12,13 @@ from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.parts import AttentionPairs, LogitBias, PairwiseBias, Positions
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.rope import RotaryMap, by_frequencies_alone
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
+from hf_posenc.schemes.rotary.rotation_kernel import (
+    RotationFactors,
+    apply_rotation,
+    factors_of_angles,
+    factors_of_signed_angles,
+    takes_signed_angles,
+)
 
 
 class ContextualRotation(PairwiseBias):
@@ -96,21 +102,21 @@ class ContextualRotation(PairwiseBias):
         """The factors of a rotation of heads of a dtype, from what `angles` takes."""
         return factors_of_angles(self.angles(features, positions), self.layout, dtype)
 
-    def new_angles(self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype) -> Tensor:
-        """The angles of new tokens, which are the last of the keys. By default those of all keys are computed.
+    def new_factors(
+        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    ) -> RotationFactors:
+        """The factors of new tokens, which are the last of the keys. By default the angles of all keys are computed.
 
         Args:
-            cached: the features of cached keys, or `None` if there are none.
+            cached: the features of cached keys, or `None` if there are none, or if they are not needed.
             features: `(batch, key_value_heads, new, num_features)` float32, those of the new tokens.
             keys: the positions of all keys.
             dtype: that of the heads.
-
-        Returns:
-            `(batch, key_value_heads, new, rotary_dim / 2)` float32.
         """
-        new = features.shape[-2]
-        whole = features if cached is None else torch.cat((cached, features), dim=-2)
-        return self.angles(whole, keys)[..., whole.shape[-2] - new :, :]
+        if cached is None:
+            return self.factors(features, keys, dtype)
+        angles = self.angles(torch.cat((cached, features), dim=-2), keys)
+        return factors_of_angles(angles[..., cached.shape[-2] :, :], self.layout, dtype)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32: rotated logits minus those before the rotation."""
@@ -149,7 +155,7 @@ class ContextualPlaces(ContextualRotation):
         self.rotation = by_frequencies_alone(rotation, type(self).__name__)
 
     def places(self, contributions: Tensor, keys: Positions) -> Tensor:
-        """The places of all keys, `(batch, key_value_heads, key_len)` float32, from the feature of each token.
+        """The places of all keys, `(batch, key_value_heads, key_len, 1)` float32, from the feature of each token.
 
         By default the feature is the place.
         """
@@ -157,13 +163,25 @@ class ContextualPlaces(ContextualRotation):
 
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the places times the frequencies, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
-        return self._angles_at(self.places(features.squeeze(-1), keys), keys)
+        return self.places(features, keys) * self.rotation.inverse_frequencies(keys.lengths)
 
-    def new_angles(self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype) -> Tensor:
+    def factors(self, features: Tensor, positions: Positions, dtype: torch.dtype) -> RotationFactors:
+        """The factors of a rotation of heads of a dtype, from what `angles` takes."""
+        if type(self).angles is not ContextualPlaces.angles:
+            return super().factors(features, positions, dtype)
+        return self.factors_at(self.places(features, positions), positions, dtype)
+
+    def new_factors(
+        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    ) -> RotationFactors:
         """Computes all places, but only the angles of new tokens."""
-        whole = features if cached is None else torch.cat((cached, features), dim=-2)
-        places = self.places(whole.squeeze(-1), keys)
-        return self._angles_at(places[..., whole.shape[-2] - features.shape[-2] :], keys)
+        if cached is None:
+            return self.factors(features, keys, dtype)
+        places = self.places(torch.cat((cached, features), dim=-2), keys)
+        return self.factors_at(places[..., cached.shape[-2] :, :], keys, dtype)
 
-    def _angles_at(self, places: Tensor, keys: Positions) -> Tensor:
-        return places.unsqueeze(-1) * self.rotation.inverse_frequencies(keys.lengths)
+    def factors_at(self, places: Tensor, keys: Positions, dtype: torch.dtype) -> RotationFactors:
+        """The factors at some places, `(batch, key_value_heads, length, 1)`, for the frequencies at these keys."""
+        if self.layout == "interleaved" or not takes_signed_angles(places.numel() * self.rotary_dim):
+            return factors_of_angles(places * self.rotation.inverse_frequencies(keys.lengths), self.layout, dtype)
+        return factors_of_signed_angles(places * self.rotation.signed_frequencies(keys), dtype)

@@ -12,6 +12,7 @@ from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, SMALLEST_FACTOR
 
@@ -47,8 +48,16 @@ class GrapeMRotation(ContextualPlaces):
         """Returns the sums of the increments of earlier tokens."""
         # Padding between two tokens must not move them apart.
         if keys.may_hold_padding:
-            contributions = contributions.masked_fill(keys.padding, 0.0)
-        return contributions.cumsum(dim=-1) - contributions
+            contributions = contributions.masked_fill(keys.padding.unsqueeze(-1), 0.0)
+        return contributions.cumsum(dim=-2) - contributions
+
+    def new_factors(
+        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    ) -> RotationFactors:
+        """Adds up all cached increments at once if there is one new token."""
+        if cached is None or features.shape[-2] != 1 or keys.may_hold_padding:
+            return super().new_factors(cached, features, keys, dtype)
+        return self.factors_at(cached.sum(dim=-2, keepdim=True), keys, dtype)
 
 
 @register_scheme

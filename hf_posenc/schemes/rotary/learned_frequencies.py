@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
@@ -36,6 +38,13 @@ class LearnedFrequenciesMap(RotaryMap):
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """`(rotary_dim / 2,)` or `(key_value_heads, rotary_dim / 2)` float32, for `lengths` `(batch or 1, 1)`."""
         return self._constants.on(lengths.device) * self.log_offsets.float().exp()
+
+    def signed_frequencies(self, positions: Positions) -> Tensor:
+        """While tokens are decoded, a cache keeps them."""
+        if type(self).inverse_frequencies is not LearnedFrequenciesMap.inverse_frequencies:
+            return super().signed_frequencies(positions)
+        compute = functools.partial(super().signed_frequencies, positions)
+        return positions.kept(self, "signed frequencies", compute)
 
 
 @register_scheme

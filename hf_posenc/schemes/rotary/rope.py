@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import (
+    RotationFactors,
+    apply_rotation,
+    for_both_of_pair,
+    rotation_factors,
+    signed_for_both_of_pair,
+)
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.statements import overrides
@@ -51,6 +57,7 @@ class RotaryMap(QueryKeyMap):
         self.layout = "half" if layout == "auto" else layout
         self.attention_scaling = attention_scaling
         self._constants = DeviceConstant(inverse_frequencies)
+        self._signed = DeviceConstant(signed_for_both_of_pair(inverse_frequencies, self.layout))
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """Returns float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1,
@@ -59,6 +66,12 @@ class RotaryMap(QueryKeyMap):
         A map with different heads returns `(key_value_heads, rotary_dim / 2)`.
         """
         return self._constants.on(lengths.device)
+
+    def signed_frequencies(self, positions: Positions) -> Tensor:
+        """The `inverse_frequencies` for both dimensions of each pair, with the sign of the sine; not "interleaved"."""
+        if type(self).inverse_frequencies is RotaryMap.inverse_frequencies:
+            return self._signed.on(positions.ids.device)
+        return signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)
 
     def angles(self, positions: Positions) -> Tensor:
         """Returns the angle of each pair in radians, `(batch or 1, query_len, rotary_dim / 2)` float32.

@@ -84,13 +84,27 @@ def factors_of_angles(angles: Tensor, layout: str, dtype: torch.dtype) -> Rotati
     if layout == "interleaved":
         both = for_both_of_pair(angles.transpose(1, 2), layout)
         return rotation_factors(both.cos(), both.sin(), layout, dtype)
-    if traced() or angles.numel() <= _FEW:
-        signed = torch.cat((-angles, angles) if layout == "half" else (angles, -angles), dim=-1)
-        return RotationFactors(signed.cos().to(dtype), signed.sin().to(dtype))
+    if takes_signed_angles(2 * angles.numel()):
+        return factors_of_signed_angles(signed_for_both_of_pair(angles, layout), dtype)
     # More operators, but half as many cosines and sines.
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     other = (-sine, sine) if layout == "half" else (sine, -sine)
     return RotationFactors(torch.cat((cosine, cosine), dim=-1), torch.cat(other, dim=-1))
+
+
+def takes_signed_angles(count: int) -> bool:
+    """Whether factors are computed from this number of signed angles, and not from one angle per pair."""
+    return traced() or count <= 2 * _FEW
+
+
+def signed_for_both_of_pair(values: Tensor, layout: str) -> Tensor:
+    """A value per pair, `(..., rotary_dim / 2)`, for both dimensions, with the sign of the sine; not "interleaved"."""
+    return torch.cat((-values, values) if layout == "half" else (values, -values), dim=-1)
+
+
+def factors_of_signed_angles(angles: Tensor, dtype: torch.dtype) -> RotationFactors:
+    """Computes the factors from `signed_for_both_of_pair` of angles, `(batch or 1, heads or 1, length, rotary_dim)`."""
+    return RotationFactors(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:

@@ -12,6 +12,7 @@ from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions, tokens_at, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
 
@@ -58,7 +59,9 @@ class SelectiveRotation(ContextualRotation):
         """Returns the angle of each pair and the gate, `(batch, key_value_heads, length, num_features)` float32."""
         heads = self.up.shape[0]
         # The official code scales each head's share of the input to length 1.
-        scaled = nn.functional.normalize(hidden_states.unflatten(-1, (heads, -1)), dim=-1, eps=1e-6).flatten(-2)
+        shares = hidden_states.unflatten(-1, (heads, -1))
+        lengths = torch.linalg.vector_norm(shares, dim=-1, keepdim=True)
+        scaled = (shares / lengths.clamp(min=1e-6)).flatten(-2)
         low = nn.functional.linear(scaled, self.down.float())
         angles = nn.functional.linear(low, self.up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
         if self.gate_weight is None or self.gate_bias is None:
@@ -73,18 +76,25 @@ class SelectiveRotation(ContextualRotation):
             return self._sums(features, neighbours)
         return tokens_at(self._sums(tokens_at(features, order), neighbours), back)
 
-    def new_angles(self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype) -> Tensor:
+    def new_factors(
+        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    ) -> RotationFactors:
         """Multiplies the cached features by weights if there is one new token, and no more precision is needed."""
         if cached is None or features.shape[-2] != 1 or dtype == torch.float64:
-            return super().new_angles(cached, features, keys, dtype)
+            return super().new_factors(cached, features, keys, dtype)
         count, steps = self.kernel.shape[1:]
+        lengths = [cached.shape[-2], 1]
         if self.gate_weight is None:
-            weights = keys.remembered(f"weights {steps}", lambda: _weights(keys, steps), keys.ids)
+            of_cached, of_new = keys.remembered(
+                f"weights {steps}", lambda: _weights(keys, steps).split(lengths, dim=-1), keys.ids
+            )
         else:
-            weights = _weights(keys, steps, torch.cat((cached[..., count:], features[..., count:]), dim=-2))
-        sums = weights[..., :-1] @ cached[..., :count] + weights[..., -1:] * features[..., :count]
+            gates = torch.cat((cached[..., count:], features[..., count:]), dim=-2)
+            of_cached, of_new = _weights(keys, steps, gates).split(lengths, dim=-1)
+            cached, features = cached[..., :count], features[..., :count]
+        sums = torch.addcmul(of_cached @ cached, of_new, features)
         combined = (sums * self.kernel.float().transpose(-2, -1)).sum(dim=-2, keepdim=True)
-        return combined * self._frequencies.on(combined.device)
+        return factors_of_angles(combined * self._frequencies.on(combined.device), self.layout, dtype)
 
     def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
         """`angles` for tokens without padding between them, and the `_neighbours` of these."""
