@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +175,7 @@ class GridState(ForwardState):
     hidden_patches: Tensor | None = None
     kept: Tensor | None = None
     numbered: bool = False
+    has_places: ClassVar[bool] = True
 
     @property
     def is_known(self) -> bool:

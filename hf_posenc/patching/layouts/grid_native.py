@@ -7,7 +7,6 @@ the position tables, these mechanisms, and the rotations.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
+from hf_posenc.patching.forwards import OtherForward, forward_on_instance, names_used, unrotated, zero_output
 from hf_posenc.schemes import LearnedConfig, LogCpbConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions
@@ -108,11 +107,11 @@ class GridBias(NamedModule):
         """Disables the mechanism and freezes its weights."""
         module, name = self.module, self.name
         if self.kind == "module":
-            journal.set(module, "forward", functools.partial(zero_bias_of, module))
+            journal.set_forward(module, OtherForward(module, zero_bias_of))
             journal.freeze_all(module)
         elif self.kind == "network":
             network = getattr(module, name)
-            journal.set_forward(network, ZeroOutput(network))
+            journal.set_forward(network, OtherForward(network, zero_output))
             journal.freeze(module, name)
         elif self.kind == "flag":
             journal.set(module, name, False)
