@@ -25,6 +25,7 @@ from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable
+from hf_posenc.patching.anatomy.weights import onload_weights, stored
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import OtherForward, forward_on_instance, names_used, unrotated, zero_output
@@ -85,9 +86,11 @@ class GridBias(NamedModule):
             if [type(layer) for layer in layers] != [nn.Linear, nn.ReLU, nn.Linear] or layers[2].bias is not None:
                 return None
             hidden, _, output = layers
-            return torch.cat((hidden.weight, hidden.bias.unsqueeze(-1), output.weight.T), dim=1).detach()
-        found = getattr(self.module, BIAS_TABLE, None)
-        return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
+            offsets = stored(hidden, "bias").unsqueeze(-1)
+            return torch.cat((stored(hidden), offsets, stored(output).T), dim=1).detach()
+        if self.kind in ("module", "table") and isinstance(getattr(self.module, BIAS_TABLE, None), Tensor):
+            return stored(self.module, BIAS_TABLE)
+        return None
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -290,7 +293,7 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     rows = table.weight
     patches = rows.new_zeros(1, table.prefix_rows + math.prod(larger), rows.shape[1])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), onload_weights(table.module):
             expected = getattr(table.module, _INTERPOLATION)(patches, *pixels)
     except (RuntimeError, TypeError, ValueError):
         return learned

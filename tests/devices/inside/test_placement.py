@@ -193,17 +193,17 @@ def test_parts_of_a_layer_stand_where_the_layer_stands(scheme: str) -> None:
 
 @torch.no_grad()
 def test_what_a_spread_model_says_of_itself() -> None:
-    for subject in ("llama", "bert", "gpt2"):
+    for subject in ("llama", "bert", "gpt2", "t5"):
         with torch.device("cpu"):
             model = SUBJECTS[subject].build()
         wanted = native_scheme(model)
         model = spreading.spread(model.to(_FIRST))
         assert native_scheme(model) == wanted
         assert str(inspect_model(model))
-        ids = tokens()
-        before = model(input_ids=ids).logits
+        ids = {"input_ids": tokens()} | ({"decoder_input_ids": tokens()} if subject == "t5" else {})
+        before = model(**ids).logits
         patch_model(model, wanted)
-        assert close(model(input_ids=ids).logits, before)
+        assert close(model(**ids).logits, before)
     extended = spreading.spread(built("llama", "rope").to(_FIRST))
     extend_context(extended, length=256)
     assert SUBJECTS["llama"].outputs(extended, _FIRST).isfinite().all()
