@@ -57,6 +57,8 @@ class TableSite(PlacedForward):
         self.additive = additive
         self.origin = origin
         self._numbered: nn.Module | None = None
+        if not self._is_plain:
+            self._numbered_table()  # A compiled first call cannot copy a module.
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_numbered": None}
