@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -258,15 +258,22 @@ def refuse_foreign_forward(module: nn.Module, path: str = "") -> PlacedForward |
     return found
 
 
-class ZeroOutput(PlacedForward):
-    """Stands in for the `forward` of a linear layer, or of a network that ends with one."""
+class OtherForward(PlacedForward):
+    """A function of the module and the arguments of its `forward`, which it replaces."""
 
-    def __call__(self, inputs: Tensor) -> Any:
-        """Returns zeros `(..., out_features)`."""
-        if self.retired:
-            return self.stock(inputs)
-        width = getattr(self.module, "out_features", None) or [*self.module.parameters()][-1].shape[0]
-        return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
+    def __init__(self, module: Any, function: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.stock(*args, **kwargs) if self.retired else self.function(self.module, *args, **kwargs)
+
+
+def zero_output(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Replaces the forward of a linear layer, or of a network that ends with one: zeros `(..., out_features)`."""
+    width: Any = getattr(module, "out_features", None) or [*module.parameters()][-1].shape[0]
+    return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
 
 
 def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:

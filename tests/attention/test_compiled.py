@@ -62,6 +62,14 @@ def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
 
 
 @pytest.mark.long
+@torch.no_grad()
+def test_the_first_call_of_a_table_that_numbers_its_rows_may_be_compiled() -> None:
+    model, ids = model_of("opt", "alibi"), tokens(length=12)
+    found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.long
 def test_long_inputs_add_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones get a matrix, and long ones the kernel for distances."""
     set_sizes(monkeypatch, short_pairs=50**2)

@@ -24,16 +24,18 @@ def second(placement: str) -> str:
     return {"split": f"{device}:1", "cpu": "cpu", "disk": "disk"}[placement]
 
 
-def device_map(model: Any, placement: str) -> dict[str, str]:
+def device_map(model: Any, placement: str, half: int = 1) -> dict[str, str]:
     """A device for each module: that of the layer before it, and heads whose weights are tied to embeddings with them.
 
     Args:
         model: the model.
         placement: "split", "cpu" or "disk".
+        half: which half of the layers is elsewhere. With 0, no layer is where the inputs are made.
     """
     names = model._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    later = {id(layer) for layer in layers[(len(layers) + 1) // 2 :]}
+    middle = (len(layers) + 1) // 2
+    elsewhere = {id(layer) for layer in (layers[middle:] if half else layers[:middle])}
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is getattr(model.get_input_embeddings(), "weight", None)
     found: dict[str, str] = {}
@@ -47,7 +49,7 @@ def device_map(model: Any, placement: str) -> dict[str, str]:
                 place(child, f"{prefix}{name}.")
                 continue
             if inside:
-                last = second(placement) if id(child) in later else first()
+                last = second(placement) if id(child) in elsewhere else first()
             with_embeddings = tied and any(one is head for one in child.modules())
             found[f"{prefix}{name}"] = first() if with_embeddings else last
         for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):

@@ -21,6 +21,8 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from tests.architectures.calling import Caller
+from tests.architectures.population import pair_named
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
 from tests.patching.test_changed_models import put_a_stock_layer
@@ -48,7 +50,22 @@ def test_copies_are_independent(architecture: str, scheme: str, copied: Callable
     unpatch_model(clones[2])
     assert "position_encoding" not in dict(clones[2].named_modules())
     assert "generate" not in clones[2].__dict__
-    assert type(clones[2].config) is type(patched(architecture, None).config)
+    stock = patched(architecture, None)
+    assert type(clones[2].config) is type(stock.config)
+    assert torch.equal(outputs(clones[2], tokens()), outputs(stock, tokens()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("name", ["masked-roformer", "causal-bloom", "vision-dinov3_vit"])
+@torch.no_grad()
+def test_copies_of_unusual_models(name: str, copied: Callable[[Any], Any]) -> None:
+    """One that rotates in a method, one that is declared by functions, and one with a module before its base model."""
+    caller = Caller(pair_named(name))
+    stock = caller.outputs()
+    caller.model = copied(patch_model(caller.model, "alibi"))
+    assert not torch.equal(caller.outputs(), stock) or name == "causal-bloom"
+    unpatch_model(caller.model)
+    assert torch.equal(caller.outputs(), stock)
 
 
 def test_a_path_around_the_attention_interface_is_refused() -> None:

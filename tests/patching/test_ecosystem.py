@@ -13,7 +13,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from accelerate.utils import compile_regions
 from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
-from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
+from tests.architectures.calling import Caller
+from tests.architectures.population import pair_named
 from tests.integrations.subject import NEW_TOKENS, argmax_decoding, left_padded
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, placed, tokens
@@ -136,6 +138,28 @@ def test_weights_that_are_kept_elsewhere_come_when_they_are_needed(scheme: Any, 
         assert any(parameter.is_meta for parameter in model.position_encoding.parameters())
     assert distance(model(tokens()).logits, expected) <= 1e-6
     assert offloaded_first or all(parameter.is_meta for parameter in model.position_encoding.parameters())
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        [
+            *("masked-bert", "encoder-t5", "masked-mpnet", "seq2seq-marian", "vision-vit", "vision-swin"),
+            *("vision-swinv2", "audio-wav2vec2-bert", "audio-wav2vec2-conformer", "audio-parakeet_ctc"),
+        ],
+        {"masked-bert", "encoder-t5", "seq2seq-marian", "vision-vit", "vision-swinv2"}.__contains__,
+    ),
+)
+@torch.no_grad()
+def test_native_tables_that_are_kept_elsewhere_are_read(name: str) -> None:
+    caller = Caller(pair_named(name))
+    stock, native = caller.outputs(), native_scheme(caller.model)
+    cpu_offload(caller.model, execution_device=torch.device("cpu"))
+    assert native_scheme(caller.model) == native
+    patch_model(caller.model, native)
+    torch.testing.assert_close(caller.outputs(), stock, rtol=0, atol=1e-4)
+    unpatch_model(caller.model)
+    torch.testing.assert_close(caller.outputs(), stock, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

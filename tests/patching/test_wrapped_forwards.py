@@ -15,6 +15,8 @@ from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_mode
 from hf_posenc.recipes import swap_scheme
 from tests.thinning import in_turn
 
+from ..architectures.calling import Caller
+from ..architectures.population import pair_named
 from ..matrix.running import outputs, patched, tokens
 
 FOREIGN = "has a forward that another library.*unpatch_model"
@@ -151,3 +153,17 @@ def test_a_model_that_was_dispatched_after_the_patch(name: str) -> None:
     patch_model(model, "none")
     assert torch.equal(run(model), run(patched(name, "none")))
     assert torch.equal(run(unpatch_model(model)), stock)
+
+
+@pytest.mark.parametrize("name", ["vision-swin", "masked-roformer"])
+@torch.no_grad()
+def test_a_native_mechanism_comes_back_in_a_model_that_was_dispatched_after_the_patch(name: str) -> None:
+    """A scheme replaces the forward of Swin's tables of displacements, and that of RoFormer's table of phases."""
+    caller = Caller(pair_named(name))
+    stock = caller.outputs()
+    patch_model(caller.model, "alibi")
+    expected = caller.outputs()
+    dispatch_model(caller.model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert torch.equal(caller.outputs(), expected)
+    unpatch_model(caller.model)
+    assert torch.equal(caller.outputs(), stock)

@@ -26,6 +26,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
     pairing,
 )
 from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable, RelativeMechanism, table_weight
+from hf_posenc.patching.anatomy.weights import stored
 from hf_posenc.patching.forwards import (
     INTERFACE,
     is_of_transformers,
@@ -294,14 +295,16 @@ def _find_relative(module: Any) -> RelativeMechanism | None:
     if isinstance(getattr(module, "distance_embedding", None), nn.Embedding):
         return _shaw(module)
     if isinstance(getattr(module, "linear_pos", None), nn.Linear) and hasattr(module, "pos_bias_u"):
-        weight = _transformer_xl(module.linear_pos.weight, module.pos_bias_u, module.pos_bias_v)
+        weight = _transformer_xl(
+            *map(stored, (module.linear_pos, module, module), ("weight", "pos_bias_u", "pos_bias_v"))
+        )
         names = ("linear_pos", "pos_bias_u", "pos_bias_v")
         return RelativeMechanism("Transformer-XL bias", TransformerXLConfig(), weight, None, names)
     if isinstance(getattr(module, "relative_k_proj", None), nn.Linear) and hasattr(module, "bias_u"):
         projection = module.relative_k_proj
         # The module itself adds `bias_u` to its queries, so the scheme adds the rest.
-        none = torch.zeros_like(module.bias_u)
-        weight = _transformer_xl(projection.weight, none, module.bias_v.detach() - module.bias_u.detach())
+        content, position = stored(module, "bias_u").detach(), stored(module, "bias_v").detach()
+        weight = _transformer_xl(stored(projection), torch.zeros_like(content), position - content)
         return RelativeMechanism(
             "Transformer-XL bias", TransformerXLConfig(), weight, projection, ("relative_k_proj", "bias_v")
         )
@@ -316,7 +319,7 @@ def _shaw(module: Any) -> RelativeMechanism | None:
     if not isinstance(ahead, int) or not isinstance(behind, int):
         return None
     scheme = ShawConfig(max_distance=behind, max_distance_ahead=ahead)
-    weight = module.distance_embedding.weight
+    weight = stored(module.distance_embedding)
     return RelativeMechanism("relative keys", scheme, weight, None, ("distance_embedding",))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.patching.anatomy.weights import stored
 from hf_posenc.schemes.config import SchemeConfig
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
@@ -105,6 +106,11 @@ def table_weight(module: nn.Module) -> Tensor | None:
     return None
 
 
+def _stored_table(module: nn.Module) -> Tensor:
+    weight = table_weight(module)
+    return stored(module, next(name for name in WEIGHT_NAMES if getattr(module, name, None) is weight))
+
+
 def table_origin(module: nn.Module) -> int:
     """The row of the first real token.
 
@@ -130,9 +136,7 @@ class PositionTable(NamedModule):
     @property
     def weight(self) -> Tensor:
         """The table, `(rows, hidden)`."""
-        weight = table_weight(self.module)
-        assert weight is not None
-        return weight
+        return _stored_table(self.module)
 
     @property
     def origin(self) -> int:
@@ -167,8 +171,8 @@ class OwnedTable(NamedModule):
     @property
     def weight(self) -> Tensor:
         """The table, `(rows, hidden)`."""
-        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
-        assert isinstance(weight, Tensor)
+        value = self.value
+        weight = _stored_table(value) if isinstance(value, nn.Module) else stored(self.module, self.name)
         if self.channels_first:
             return weight[0].flatten(1).T
         return weight.reshape(-1, weight.shape[-1])

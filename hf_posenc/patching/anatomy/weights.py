@@ -98,6 +98,13 @@ def execution_device(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def stored(module: nn.Module, name: str = "weight") -> Tensor:
+    """A weight of a module; if accelerate has offloaded it, its values where they are kept."""
+    weight: Tensor = getattr(module, name)
+    offloaded = _offloaded(module, name) if weight.is_meta else None
+    return weight if offloaded is None else nn.Parameter(offloaded, weight.requires_grad)
+
+
 def computed_buffers(scheme: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """The buffers of own parts that are computed and not saved: the module of each, its name, and its values."""
     places = ((module, name) for module in scheme.modules() for name in module._non_persistent_buffers_set)

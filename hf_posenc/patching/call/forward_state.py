@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,8 @@ class ForwardState:
     of_grid: bool = False
     placed: Positions | None = None
     numbered: bool = False
+    #: Whether the tokens may have places on a grid.
+    has_places: ClassVar[bool] = False
     #: Where the tensors of this state are; `None` before the first module of the stack has asked.
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.
@@ -132,6 +134,8 @@ class ForwardState:
         """
         if self.device is None:
             self.device = device
+            if self.has_places or self.coordinates is not None:
+                self._move_places(device)
         if self.device == device:
             return self
         there = dataclasses.replace(self, device=device)
@@ -139,6 +143,12 @@ class ForwardState:
             if isinstance(value, Tensor | Positions):
                 setattr(there, name, there.shared(("moved", name), functools.partial(value.to, device), mask=value))
         return there
+
+    def _move_places(self, device: torch.device) -> None:
+        """Moves the places of tokens, which are where the caller's arguments are, to the device of the first module."""
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor | Positions):
+                setattr(self, name, value.to(device))
 
     def of_layer(self, module: nn.Module) -> ForwardState:
         """This state for an attention layer, if the cache holds different tokens in each layer.
@@ -160,6 +170,8 @@ class ForwardState:
         """Whether this state is that of a module with `length` tokens on `device`, as that of most modules is."""
         if self.device is None:
             self.device = device
+            if self.has_places or self.coordinates is not None:
+                self._move_places(device)
         return self.query_length == length and self.device == device
 
     def own(self, part: PartType) -> PartType:

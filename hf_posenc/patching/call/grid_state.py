@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,7 @@ class GridState(ForwardState):
     shown_patches: Tensor | None = None
     hidden_patches: Tensor | None = None
     kept: Tensor | None = None
+    has_places: ClassVar[bool] = True
 
     @property
     def is_known(self) -> bool:

@@ -289,7 +289,10 @@ class InterfaceAttention(Rebound, AttentionSite):
             options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
             return implementation, id(mask), options, causal, self.native_bias, *settings
         written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
-        return function, mask, dict(kwargs), causal, self.native_bias, *settings, written
+        compared = dict(kwargs)
+        if self.native_bias == "dropped":
+            compared.pop(POSITION_BIAS, None)
+        return function, mask, compared, causal, self.native_bias, *settings, written
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
         """Adds the default scaling to the options of a call. Returns the mask, with a bias of the model that stays."""

@@ -55,6 +55,8 @@ class TableSite(PlacedForward):
         self.table = table
         self.additive = additive
         self._numbered: nn.Module | None = None
+        if not self._is_plain:
+            self._numbered_table()  # A compiled first call cannot copy a module.
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_numbered": None}

@@ -7,7 +7,6 @@ the position tables, these mechanisms, and the rotations.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,9 +25,10 @@ from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, OwnedTable
+from hf_posenc.patching.anatomy.weights import onload_weights, stored
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
+from hf_posenc.patching.forwards import OtherForward, forward_on_instance, names_used, unrotated, zero_output
 from hf_posenc.schemes import LearnedConfig, LogCpbConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions
@@ -86,9 +86,11 @@ class GridBias(NamedModule):
             if [type(layer) for layer in layers] != [nn.Linear, nn.ReLU, nn.Linear] or layers[2].bias is not None:
                 return None
             hidden, _, output = layers
-            return torch.cat((hidden.weight, hidden.bias.unsqueeze(-1), output.weight.T), dim=1).detach()
-        found = getattr(self.module, BIAS_TABLE, None)
-        return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
+            offsets = stored(hidden, "bias").unsqueeze(-1)
+            return torch.cat((stored(hidden), offsets, stored(output).T), dim=1).detach()
+        if self.kind in ("module", "table") and isinstance(getattr(self.module, BIAS_TABLE, None), Tensor):
+            return stored(self.module, BIAS_TABLE)
+        return None
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -108,11 +110,11 @@ class GridBias(NamedModule):
         """Disables the mechanism and freezes its weights."""
         module, name = self.module, self.name
         if self.kind == "module":
-            journal.set(module, "forward", functools.partial(zero_bias_of, module))
+            journal.set_forward(module, OtherForward(module, zero_bias_of))
             journal.freeze_all(module)
         elif self.kind == "network":
             network = getattr(module, name)
-            journal.set_forward(network, ZeroOutput(network))
+            journal.set_forward(network, OtherForward(network, zero_output))
             journal.freeze(module, name)
         elif self.kind == "flag":
             journal.set(module, name, False)
@@ -291,7 +293,7 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     rows = table.weight
     patches = rows.new_zeros(1, table.prefix_rows + math.prod(larger), rows.shape[1])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), onload_weights(table.module):
             expected = getattr(table.module, _INTERPOLATION)(patches, *pixels)
     except (RuntimeError, TypeError, ValueError):
         return learned

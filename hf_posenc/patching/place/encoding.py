@@ -392,7 +392,7 @@ class PositionEncoding(AddedModule):
             UnsupportedError: for a copy of the encoding, or of a layer that refers to it, without the model.
         """
         holder = self.__dict__.get("holder")
-        if holder is not None and id(holder) not in memo:
+        if holder is not None and not self.record.is_copied_with(holder, memo):
             raise UnsupportedError(
                 "A copy of a position encoding without its model would be trained and saved, but not used. Copy the "
                 "whole model. If PEFT makes the copy, name smaller modules in `modules_to_save`, without attention."

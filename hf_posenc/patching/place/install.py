@@ -30,7 +30,7 @@ from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModule
 from hf_posenc.patching.call.parallel import HeadShard, refuse_replicas, split_part
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, forward_on_instance, unrotated
+from hf_posenc.patching.forwards import OtherForward, WithoutTable, forward_on_instance, unrotated, zero_output
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import KINDS_IN_LAYERS, StackRecord
@@ -218,7 +218,7 @@ def _silence_relative(attention: AttentionLayer, journal: Journal) -> None:
     relative = attention.relative
     assert relative is not None
     if relative.projection is not None:
-        journal.set_forward(relative.projection, ZeroOutput(relative.projection))
+        journal.set_forward(relative.projection, OtherForward(relative.projection, zero_output))
     if relative.method is not None:
         journal.replace(attention.module, relative.method, unrotated)
     journal.freeze(attention.module, *relative.names)

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from hf_posenc.patching.place.lengths import Lengths
 
 Site = TypeVar("Site", bound=PlacedForward)
-#: Types whose values are compared, not their identity.
-_PLAIN = (int, float, str)
+#: Types whose values are compared, not their identity. Copies and pickles of models have several copies of a method.
+_PLAIN = (int, float, str, types.MethodType)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Change:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the attribute still has the patch's value. Numbers and strings are compared by value, for pickles."""
+        """Whether the attribute still has the patch's value."""
         found = self.target.__dict__.get(self.attribute)
         return found is self.ours or (
             type(found) is type(self.ours) and isinstance(found, _PLAIN) and found == self.ours
@@ -233,6 +233,11 @@ class SchemeRecord:
         """
         self.lengths_by_part, self.base_weights = dict(previous.lengths_by_part), previous.base_weights
         self.stacks = {name: stack for name, stack in previous.stacks.items() if name in stacks}
+
+    def is_copied_with(self, holder: nn.Module, memo: Container[int]) -> bool:
+        """Whether a copy that has `memo` is one of the module that holds the scheme, or of a stack around it."""
+        around = [holder, *(stack.stack for stack in self.stacks.values())]
+        return any(id(one) in memo and holder in one.modules() for one in around)
 
     def placed(self, kind: type[Site]) -> list[Site]:
         """The forwards of a kind that are in effect."""

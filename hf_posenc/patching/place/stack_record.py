@@ -56,7 +56,6 @@ class StackRecord:
         self.stack: Any = stack.module
         self.attentions = [attention.module for attention in stack.attentions]
         self.across = [stack.module.get_submodule(path) for path in encoding.cross]
-        self.architecture = stack.architecture
         self.encoding = encoding
         #: Where attention was at the last check; cross-attention too, if it has a scheme.
         self.places = [*(attention.path for attention in stack.attentions), *encoding.cross]
@@ -154,7 +153,7 @@ class StackRecord:
         found = modules_by_stack(self.stack)[0]
         attentions = [*found.self_attentions, *(found.cross_attentions if self.encoding.cross else ())]
         sites = [(table.path, table.module) for table in (*found.tables, *found.layout.tables) if table.path]
-        patched = [each for each in attentions if not self.architecture.is_sparse(each[1], self.stack.config)]
+        patched = [each for each in attentions if not found.architecture.is_sparse(each[1], self.stack.config)]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.

@@ -74,6 +74,8 @@ SUBJECTS: dict[str, Subject] = {
     "bert": Subject(ARCHITECTURES["bert"].build, lambda: _ids() | {"attention_mask": left_padding(LENGTH, 3).flip(1)}),
     "t5": Subject(lambda: tiny("T5ForConditionalGeneration"), lambda: _ids() | {"decoder_input_ids": tokens(seed=2)}),
     "llava": Subject(COMPOSITES["llava"].model, COMPOSITES["llava"].prompt),
+    "qwen2_vl": Subject(COMPOSITES["qwen2_vl"].model, COMPOSITES["qwen2_vl"].prompt),
+    "qwen2_vl_vision": Subject(COMPOSITES["qwen2_vl"].model, COMPOSITES["qwen2_vl"].prompt, part="vision"),
     "vit": Subject(vit, lambda: {"pixel_values": normal(2, 3, 16, 16)}),
     "whisper": Subject(
         _whisper, lambda: {"input_features": normal(1, 8, 24), "decoder_input_ids": torch.tensor([[1, 7, 9, 11, 5]])}

@@ -18,7 +18,8 @@ from tests.devices import spreading, strict_device
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS, on_one_device
 from tests.kits.decoding import left_padding
 from tests.kits.gpu.launches import waits_on_cuda
-from tests.matrix.running import LENGTH, VOCABULARY, patched, tokens
+from tests.matrix.running import LENGTH, VOCABULARY, patched, placed, tokens
+from tests.models import tiny
 from tests.thinning import mostly_slow
 
 pytestmark = on_one_device
@@ -125,6 +126,15 @@ def test_models_of_images_and_encoders_do_not_wait(subject: str, scheme: str) ->
     inputs = {name: one.to(spreading.first()) for name, one in SUBJECTS[subject].inputs().items()}
     inputs.pop("attention_mask", None)
     assert not waits(lambda: model(**inputs))
+
+
+@pytest.mark.parametrize("scheme", ["t5", "alibi"])
+@torch.no_grad()
+def test_a_native_bias_is_not_compared_from_layer_to_layer(scheme: str) -> None:
+    """Each layer of UMT5 has a bias of its own, in whose place is a zero."""
+    with torch.device("cpu"):
+        model = placed(tiny("UMT5ForConditionalGeneration").eval(), SCHEMES[scheme]).to(spreading.first())
+    assert not waits(lambda: model(input_ids=tokens(), decoder_input_ids=tokens()))
 
 
 @pytest.mark.parametrize("scheme", DECODED)

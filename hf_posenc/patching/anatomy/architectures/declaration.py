@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import MODULES, import_named_modules
+from hf_posenc.patching.forwards import OtherForward
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import Environment
 
@@ -143,7 +144,10 @@ def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
         attentions = (attention.module for attention in stack.attentions)
         for module in attentions if of is None else [stack.module.get_submodule(of)]:
             for name, one in instead.items():
-                patches.replace(module, name, functools.partial(one, module) if callable(one) else one)
+                if name == "forward":  # Other tools may wrap it.
+                    patches.set_forward(module, OtherForward(module, one))
+                else:
+                    patches.replace(module, name, functools.partial(one, module) if callable(one) else one)
             patches.freeze(module, *unused)
 
     return silence

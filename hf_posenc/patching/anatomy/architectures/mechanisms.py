@@ -29,7 +29,7 @@ from hf_posenc.patching.anatomy.architectures.example_inputs import (
     words_on_a_page,
 )
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable
-from hf_posenc.patching.anatomy.weights import onload_weights
+from hf_posenc.patching.anatomy.weights import onload_weights, stored
 from hf_posenc.schemes import (
     AlibiConfig,
     ComposedConfig,
@@ -159,7 +159,7 @@ def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | No
     for module in (attention.module, stack.attentions[0].module):
         table = getattr(module, "relative_attention_bias", None)
         if table is not None:
-            return table.weight
+            return stored(table)
     return None
 
 
@@ -288,7 +288,7 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         mechanism="T5 relative bias",
         silence=silencer("relative_attention_bias", of="encoder", compute_position_bias=zero_bias),
         native=_mpnet_native,
-        bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
+        bias_table=lambda stack, attention: stored(stack.module.encoder.relative_attention_bias),
     ),
     ("ctrl",): Architecture(
         mechanism="sinusoidal table",
