@@ -383,16 +383,17 @@ def _positions_of(stack: Stack, trial: Transaction) -> Positions:
     with trial.with_scheme(RopeConfig(), [stack]) as encoding:
         layers = encoding.stacks[stack.name].layers
         for part in {id(layer.query_key_map): layer.query_key_map for layer in layers}.values():
-            part.__dict__["phases"] = _recording(part, seen)
+            part.__class__ = _recording(type(part), seen)
         run_briefly(trial.anatomy, [stack], 3)
     return dataclasses.replace(seen[0], memo={})
 
 
-def _recording(part: Any, seen: list[Positions]) -> Any:
-    """The method `phases` of a map that records the positions that it receives."""
+def _recording(kind: Any, seen: list[Positions]) -> Any:
+    """A subclass of a map that records the positions that it receives."""
 
-    def phases(positions: Positions) -> Any:
-        seen.append(positions)
-        return type(part).phases(part, positions)
+    class Recording(kind):
+        def phases(self, positions: Positions) -> Any:
+            seen.append(positions)
+            return super().phases(positions)
 
-    return phases
+    return Recording
