@@ -255,7 +255,7 @@ class LogitSite(PlacedForward):
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
         def compute() -> FusedForm:
-            joined = bias is self.encoding.logit_bias and joins_layers(bias)
+            joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
             if query_length == 1:
                 biases = parts_of_kind(self, "logit_bias") if joined else [bias]
                 kept = kept_rows(biases, state, key_length)
