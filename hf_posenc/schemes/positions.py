@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import SequenceLengthError
 
 Value = TypeVar("Value")
+#: One part, or those of several layers.
+Parts = nn.Module | Sequence[nn.Module]
 #: Where the modules are written that compute the same until a weight or a buffer changes.
 _FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
 #: Up to this many keys, layers share what follows from the positions of all pairs.
@@ -42,7 +44,7 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
     return found
 
 
-class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
+class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
     """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied.
 
     Values of a part that runs code of others are not kept.
@@ -52,28 +54,31 @@ class KeptValues(dict[tuple[int, Hashable], tuple[Any, ...]]):
     trainings = 0
 
     def of(
-        self, part: nn.Module, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+        self, part: Parts, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
         """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
+        parts = (part,) if isinstance(part, nn.Module) else part
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
-        state: list[Any] = [weakref.ref(part)]
-        modules = modules_of(part) if part._modules else (part,)  # Most parts have no submodules, and every layer asks.
-        for module in modules:
+        state: list[Any] = [*map(weakref.ref, parts)]
+        found: list[Tensor] = []
+        # Most parts have no submodules, and every layer asks.
+        for module in [one for part in parts for one in (modules_of(part) if part._modules else (part,))]:
             written_in = module.__dict__.get("written_in", type(module).__module__)
             if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
                 return compute()
-        weights = (one for module in modules for one in (*module._parameters.values(), *module._buffers.values()))
-        found = [weight for weight in weights if weight is not None]
-        for weight in found:
-            state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        known = self.get((id(part), name))
+            for weight in (*module._parameters.values(), *module._buffers.values()):
+                if weight is not None:
+                    found.append(weight)
+                    state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        key = (id(parts[0]), len(parts), name)
+        known = self.get(key)
         if known is not None and known[0] == state and (fits is None or fits(known[1])):
             return known[1]
-        for key in [key for key, (owner, *_) in self.items() if owner[0]() is None]:
-            del self[key]
+        for other in [other for other, (owner, *_) in self.items() if owner[0]() is None]:
+            del self[other]
         value = compute()
         # Memory that is held cannot be that of another weight later.
-        self[id(part), name] = state, value, [weight.detach() for weight in found]
+        self[key] = state, value, [weight.detach() for weight in found]
         return value
 
     def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
@@ -233,9 +238,9 @@ class Positions:
         return known[0]
 
     def kept(
-        self, part: nn.Module, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+        self, part: Parts, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
-        """`compute()`, which reads nothing but parameters of `part`.
+        """`compute()`, which reads nothing but parameters of a part, or of several.
 
         Without gradients, a cache keeps it for later tokens that it `fits`, until a parameter is replaced or changed.
         """

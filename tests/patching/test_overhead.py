@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.bias.t5 import T5Bias
@@ -26,7 +27,7 @@ from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
 from tests.kits.decoding import decoded, left_padding
 from tests.thinning import in_turn
 
-from ..matrix.running import patched, tokens
+from ..matrix.running import drawn, gradients, patched, tokens
 from ..models import tiny
 
 
@@ -268,14 +269,16 @@ def test_who_has_no_gaps_pays_for_none(backend: str, counted: Counted) -> None:
 
 
 class IntegerOperators(TorchDispatchMode):
-    """Counts the operators that compute integers and truth values from nothing else, as those of positions do."""
+    """Counts the operators, and those that compute integers and truth values from nothing else, as of positions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        self.total += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         self.counts[str(function)] += not any(tensor.is_floating_point() for tensor in tensors)
         return result
@@ -296,3 +299,26 @@ def test_layers_share_what_a_decoding_step_finds_out_about_positions(scheme, mas
             model(ids[:, 11:], attention_mask=masks[1], past_key_values=cache)
         counts.append(operators.counts)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("scheme", ["fire", "log_cpb", "string", "tisa"])
+def test_layers_of_a_kind_are_computed_together(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the gradients that each layer computes on its own, by fewer operators."""
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=4), std=0.3), tokens(2, 20)
+    slots = torch.arange(20).expand(2, -1)
+    inputs = [{}, {"attention_mask": left_padding(20, 6)}, {"position_ids": slots}, {"position_ids": 3 * slots}]
+
+    def trained() -> list[tuple[int, dict[str, Tensor]]]:
+        steps = []
+        for given in inputs:
+            with IntegerOperators() as operators:
+                found = gradients(model, model(ids, labels=ids, use_cache=False, **given).loss)
+            steps.append((operators.total, found))
+        return steps
+
+    together = trained()
+    monkeypatch.setattr(ForwardState, "together", lambda *inputs: None)
+    alone = trained()
+    assert together[0][0] < alone[0][0]
+    for (_, found), (_, expected) in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)

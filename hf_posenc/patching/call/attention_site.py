@@ -21,14 +21,14 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
 from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
-from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
 from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
@@ -285,6 +285,15 @@ class AttentionSite(LogitSite):
         """
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
+
+        def inputs() -> tuple[Positions, torch.dtype]:
+            check_cache(query_key_map, state)
+            return state.positions(), heads.dtype
+
+        if joins_layers(query_key_map):
+            found = state.together(self, "query_key_map", inputs, heads.dtype)
+            if found is not None:
+                return query_key_map, found[1][found[0][id(query_key_map)]]
 
         def compute() -> tuple[QueryKeyMap, tuple[Any, ...]]:
             check_cache(query_key_map, state)

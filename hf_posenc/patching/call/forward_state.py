@@ -6,11 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.forms import MOST_MATRICES, FusedForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
@@ -20,6 +21,7 @@ from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, modules_of, traced
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.call.logit_site import LogitSite
     from hf_posenc.patching.call.runtime import StackRuntime
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
@@ -64,6 +66,8 @@ def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
 
 
 PartType = TypeVar("PartType", bound=Part)
+#: Up to this many new tokens, layers are computed together. With more, they would need much memory at a time.
+FEW_TOKENS = 256
 #: The number of tokens of a call in which only the modules of the stack know it.
 UNKNOWN = -1
 
@@ -330,11 +334,63 @@ class ForwardState:
             self.scratch[learned] = value
         return value
 
+    def together(
+        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any
+    ) -> tuple[dict[int, int], Any] | None:
+        """What the `of_layers` of a part gives for the layers of a kind, evaluated once per forward and device.
+
+        In a narrow model the number of operators decides the time, and layers together need as many as one.
+
+        Args:
+            site: one of the layers.
+            name: the attribute of its encoding that holds the part, of which `joins_layers` is true.
+            inputs: returns the arguments of `of_layers` after the parts.
+            *lengths: whatever else the result depends on.
+
+        Returns:
+            The index of each layer by the id of its part, and the values of the layers; `None` if each layer computes
+            its own.
+        """
+        if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
+            return None
+
+        def compute() -> tuple[dict[int, int], Any] | None:
+            parts = parts_of_kind(site, name)
+            if len(parts) < 2 or not all(_is_plain(part, self.device) for part in parts):
+                return None
+            with without_autocast(cast("torch.device", self.device)):
+                values = parts[0].of_layers(parts, *inputs())
+            return None if values is None else ({id(part): index for index, part in enumerate(parts)}, values)
+
+        return self.shared(("together", name, site.encoding.kind), compute, *lengths)
+
     def may_be_of_layers(self) -> bool:
         """Whether layers may share one more bias: not if there are many, as if each layer had its own."""
         count: int = self.scratch.get("biases", 0)
         self.scratch["biases"] = count + 1
         return count < MOST_MATRICES
+
+
+def joins_layers(part: Part | None) -> bool:
+    """Whether a part computes those of several layers together. A subclass may compute something else."""
+    return "of_layers" in vars(type(part))
+
+
+def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
+    """The parts in the layers of the same kind as that of a site, each once. They differ only in their weights."""
+    own, layers = getattr(site.encoding, name), getattr(site.runtime.watch, "encoding", None)
+    if layers is None or site.encoding.kind is None:
+        return [own]
+    parts = [getattr(layer, name) for layer in layers.layers if layer.kind == site.encoding.kind]
+    return list({id(part): part for part in (*parts, own) if type(part) is type(own)}.values())
+
+
+def _is_plain(part: Part, device: torch.device | None) -> bool:
+    """Whether the weights of a part are on a device, and nobody has set hooks on it or replaced its forward."""
+    if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+        return False
+    weights: Any = part._parameters
+    return bool(next(iter(weights.values())).device == device)  # As all of its weights.
 
 
 def one_axis(position_ids: Tensor) -> Tensor:

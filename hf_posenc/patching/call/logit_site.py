@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.forms import (
@@ -23,7 +23,7 @@ from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
-from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, joins_layers, parts_of_kind
 from hf_posenc.patching.call.key_positions import (
     key_positions,
     positions_never_decrease,
@@ -147,7 +147,7 @@ class LogitSite(PlacedForward):
                 check_cache(bias, state)
                 call.pairs = whole = self._pairs(call, query, key, factors)
                 pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
-            forms.append(_pairwise_form(summand, state, pairs[index]))
+            forms.append(_pairwise_form(summand, state, pairs[index], self))
         form = forms[0] if len(forms) == 1 else sum_of_forms(forms, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state)
@@ -254,14 +254,45 @@ class LogitSite(PlacedForward):
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
         def compute() -> FusedForm:
-            row = kept_row(bias, state, key_length) if query_length == 1 else None
-            form = row and FusedForm(row[0][0, :, 0], 1, key_length, row[1])
-            form = form or distance_form(state.own(bias), offset, query_length, key_length, device)
-            if row is None and not torch.compiler.is_compiling():
-                form = dataclasses.replace(form, of_layers=state.may_be_of_layers())
-            return form
+            joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
+            if query_length == 1:
+                biases = parts_of_kind(self, "logit_bias") if joined else [bias]
+                kept = kept_rows(biases, state, key_length)
+                if kept is not None:
+                    index = biases.index(bias)
+                    return FusedForm(kept[0][index, 0, :, 0], 1, key_length, kept[1][index])
+            found = self.vectors_of_layers(state, query_length, key_length, mask) if joined else None
+            if found is not None:
+                return FusedForm(found[1][found[0][id(bias)]], query_length, key_length)
+            form = distance_form(state.own(bias), offset, query_length, key_length, device)
+            shared = torch.compiler.is_compiling() or state.may_be_of_layers()
+            return form if shared else dataclasses.replace(form, of_layers=False)
 
         return state.shared(("bias", id(bias)), compute, query_length, key_length)
+
+    def vectors_of_layers(
+        self, state: ForwardState, query_length: int, key_length: int, mask: Any
+    ) -> tuple[dict[int, int], Tensor] | None:
+        """The distance biases of layers together, `(layers, heads, query_len + key_len - 1)`, for their gradients.
+
+        Those of later keys are 0 if no query sees any. Without gradients each layer computes its own, so that rounding
+        does not depend on whether positions have gaps.
+        """
+        if query_length + key_length > FEW_TOKENS or not torch.is_grad_enabled():
+            return None
+        unseen = query_length - 1 if mask is None and self.encoding.causal else 0
+
+        def distances() -> tuple[Tensor]:
+            offset, first = self.key_start(state, query_length, key_length)
+            count = query_length + key_length - 1
+            return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
+
+        lengths = (query_length, key_length, unseen)
+        found = state.together(self, "logit_bias", distances, *lengths)
+        if found is None or not unseen:
+            return found
+        key = ("with later keys", id(found[0]))
+        return found[0], state.shared(key, lambda: nn.functional.pad(found[1], (0, unseen)), *lengths)
 
     def _form_of_positions(
         self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int, folds: bool, restarts: bool
@@ -373,29 +404,35 @@ def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor
     return RowsForm(compute, queries.shape[-1], keys.shape[-1], heads)
 
 
-def kept_row(bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[Tensor, Tensor | None] | None:
-    """The bias of a single query that is the newest token, from values of twice the length that a cache keeps.
+def kept_rows(
+    biases: Sequence[DistanceBias], state: ForwardState, key_length: int
+) -> tuple[Tensor, list[Tensor | None]] | None:
+    """The biases of a single query that is the newest token, from values of twice the length that a cache keeps.
 
     Returns:
-        `(1, heads, 1, key_len)`, and the slopes if it has any. `None` if values cannot be kept: with gradients, in a
-        compiled graph, without a cache, or if there are keys after the query, as in a static cache.
+        `(layers, 1, heads, 1, key_len)`, and the slopes of those that have any. `None` if values cannot be kept: with
+        gradients, in a compiled graph, without a cache, or if there are keys after the query, as in a static cache.
     """
     kept: KeptValues | None = state.memo.get(KeptValues)
     if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
         return None
 
-    def compute() -> tuple[Tensor, Tensor | None]:
-        own = state.own(bias)
+    def compute() -> tuple[Tensor, list[Tensor | None]]:
+        own = [state.own(bias) for bias in biases]
         distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
-        rows = own(distances).contiguous()[None, :, None]
-        return rows, own.slopes_behind(distances.device) if own.states_slopes else None
+        slopes = [one.slopes_behind(distances.device) if one.states_slopes else None for one in own]
+        return torch.stack([one(distances) for one in own])[:, None, :, None], slopes
 
-    name = f"bias on {state.device}"
-    values, slopes = kept.of(bias, name, compute, lambda known: known[0].shape[-1] >= key_length)
-    return values.narrow(-1, values.shape[-1] - key_length, key_length), slopes
+    key = ("kept rows", id(biases[0]), key_length, state.device)
+    known: tuple[Tensor, list[Tensor | None]] | None = state.scratch.get(key)
+    if known is None:
+        name = f"bias on {state.device}"
+        values, slopes = kept.of(biases, name, compute, lambda known: known[0].shape[-1] >= key_length)
+        known = state.scratch[key] = values.narrow(-1, values.shape[-1] - key_length, key_length), slopes
+    return known
 
 
-def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) -> BiasForm:
+def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, site: LogitSite) -> BiasForm:
     bias, key_length = state.own(part), pairs.key.shape[-2]
     if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
@@ -406,8 +443,13 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
 
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
     repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
+    lengths, alone = (pairs.query.shape[-2], key_length), part is site.encoding.logit_bias and joins_layers(part)
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
+        if repeats and alone and (start, stop, key_count) == (0, *lengths):
+            found = state.together(site, "logit_bias", lambda: (pairs,), *lengths)
+            if found is not None:
+                return cast("Tensor", found[1][found[0][id(part)]])
         if repeats:
             return state.shared(("rows", id(part), start), lambda: evaluated(start, stop, key_count), stop, key_count)
         return evaluated(start, stop, key_count)

@@ -47,8 +47,8 @@ class SinusoidalEncoding(AdditiveEncoding):
             self._vectors(coordinates[axis], frequencies, width)
             for axis, frequencies, width in zip(self.order, self._frequencies, self.widths, strict=True)
         ]
-        vectors = torch.cat(parts, dim=-1).masked_fill(without.unsqueeze(-1), 0.0)
-        return nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
+        vectors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return _padded(vectors.masked_fill(without.unsqueeze(-1), 0.0), self.hidden_size)
 
     def _vectors(self, positions: Tensor, frequencies: DeviceConstant, width: int) -> Tensor:
         """`(*positions.shape, width)` in float32."""
@@ -69,9 +69,16 @@ class SinusoidalEncoding(AdditiveEncoding):
             vectors = torch.cat(parts, dim=-1)
         else:
             count = cosines.shape[-1]
-            paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
-            vectors = torch.cat((paired, sines[..., count:]), dim=-1)
-        return nn.functional.pad(vectors, (0, width - vectors.shape[-1]))
+            vectors = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
+            if count < sines.shape[-1]:
+                vectors = torch.cat((vectors, sines[..., count:]), dim=-1)
+        return _padded(vectors, width)
+
+
+def _padded(vectors: Tensor, width: int) -> Tensor:
+    """`(..., width)`, with zeros at the end."""
+    more = width - vectors.shape[-1]
+    return nn.functional.pad(vectors, (0, more)) if more else vectors
 
 
 @register_scheme

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
+from hf_posenc.schemes.weights import stacked
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
@@ -57,55 +59,51 @@ class FireBias(PairwiseBias):
 
     def normalized_distance(self, pairs: AttentionPairs) -> Tensor:
         """Returns the network's input, `(batch or 1, query_len, key_len)` float32; 0 on the diagonal."""
-        farthest = pairs.query_positions if self.causal else pairs.keys.lengths - 1
+        farthest = (pairs.query_positions if self.causal else pairs.keys.lengths - 1).float().unsqueeze(-1)
         # A padding query has a negative position. The threshold replaces it, as for every early query.
         c, threshold = pairs.keys.kept(self, "scale", lambda: (self.c.float().abs(), self.threshold))
-        normalizer = torch.maximum(farthest.float(), threshold)
-        longest = torch.log1p(c * normalizer) + self.config.epsilon
-        return torch.log1p(c * pairs.steps) / longest.unsqueeze(-1)
+        if c.ndim > 1:
+            # Of several layers.
+            c, threshold = c[..., None, None], threshold[..., None, None]
+        longest = torch.log1p(c * torch.maximum(farthest, threshold)) + self.config.epsilon
+        return torch.log1p(c * pairs.steps) / longest
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        row = self._row_before_threshold(pairs)
-        if row is not None:
-            return row
+        if type(self).normalized_distance is FireBias.normalized_distance:
+            rows = _rows_before_threshold([self], pairs)
+            if rows is not None:
+                return rows[0]
         inputs = self.normalized_distance(pairs)
         if torch.is_grad_enabled() and not traced() and inputs.numel() * self.config.width <= _FEW:
-            return self.network(inputs).movedim(-1, 1)
+            return self.network(inputs.flatten()).unflatten(-1, inputs.shape).transpose(0, 1)
         pieces = pairs.keys.kept(self, "pieces", self.pieces)
         return _of_pieces(inputs, *pieces).transpose(0, 1)
 
-    def _row_before_threshold(self, pairs: AttentionPairs) -> Tensor | None:
-        """The bias of a single query before the threshold. It depends on the distance only, so a cache keeps it.
-
-        `None` for other queries, and in a subclass that normalises distances in another way.
-        """
-        if type(self).normalized_distance is not FireBias.normalized_distance:
+    @classmethod
+    def of_layers(cls, layers: Sequence[FireBias], pairs: AttentionPairs) -> Tensor | None:
+        """The biases of several layers, `(layers, batch or 1, heads, query_len, key_len)`; `None` for many pairs."""
+        if not torch.is_grad_enabled():
+            return _rows_before_threshold(layers, pairs)
+        if pairs.steps.numel() * layers[0].config.width > _FEW:
             return None
-        bound = pairs.keys.bound()
-        if bound is None or len(pairs.query_slots) > 1 or not self.causal or not pairs.keys.keeps_values:
-            return None
-        if pairs.keys.ids.is_floating_point():
-            return None
-
-        def compute() -> tuple[Tensor, bool]:
-            c, threshold = self.c.float().abs(), self.threshold
-            count = int(min(2.0 * bound, float(threshold) + 1))
-            steps = torch.arange(count, device=c.device)
-            inputs = torch.log1p(c * steps) / (torch.log1p(c * threshold) + self.config.epsilon)
-            return _of_pieces(inputs, *self.pieces()), count < 2 * bound
-
-        values, _ = pairs.keys.kept(self, "distances", compute, lambda known: known[1] or known[0].shape[-1] >= bound)
-        if values.shape[-1] < bound:
-            return None
-        # Padding counts as far away.
-        steps = pairs.remembered("known steps", lambda: pairs.distance.abs().clamp(max=bound - 1))
-        return values.index_select(-1, steps.flatten()).view(-1, *steps.shape).transpose(0, 1)
+        whole, bound = stacked(layers), _bound_of_distances(layers[0], pairs)
+        if bound is not None and whole.c.is_cpu and bound <= float(whole.threshold.detach().min()):
+            return _of_distances(whole.network(whole.inputs_before_threshold(bound)), pairs, bound)
+        inputs = whole.normalized_distance(pairs)
+        return whole.network(inputs.flatten(1)).unflatten(-1, inputs.shape[1:]).transpose(1, 2)
 
     def network(self, inputs: Tensor) -> Tensor:
-        """Evaluates `f` directly: `(...)` -> `(..., heads)` in float32."""
-        hidden = torch.relu(inputs.unsqueeze(-1) * self.hidden_weight.float() + self.hidden_bias.float())
-        return nn.functional.linear(hidden, self.output_weight.float(), self.output_bias.float())
+        """Evaluates `f` directly: `(count,)` -> `(heads, count)` float32; with an axis of layers in front, if any."""
+        weight, bias = (one.float().unsqueeze(-1) for one in (self.hidden_weight, self.hidden_bias))
+        hidden = torch.addcmul(bias, weight, inputs.unsqueeze(-2)).relu()
+        return self.output_weight.float() @ hidden + self.output_bias.float().unsqueeze(-1)
+
+    def inputs_before_threshold(self, count: int) -> Tensor:
+        """The input of the network at the distances 0, 1, ... `(count,)`, for queries before the threshold."""
+        c = self.c.float().abs()
+        longest = torch.log1p(c * self.threshold) + self.config.epsilon
+        return torch.log1p(c * torch.arange(count, device=c.device)) / longest
 
     def pieces(self) -> tuple[Tensor, Tensor]:
         """Returns the linear pieces of `f`. A network with one input and one hidden layer is piecewise linear.
@@ -127,6 +125,39 @@ class FireBias(PairwiseBias):
         values = self.output_weight.float() * torch.stack((weight, bias)).unsqueeze(1)
         constants = nn.functional.pad(self.output_bias.float().unsqueeze(0), (0, 0, 1, 0)).unsqueeze(-1)
         return torch.baddbmm(constants, values, acts.expand(2, -1, -1)), corners
+
+
+def _rows_before_threshold(layers: Sequence[FireBias], pairs: AttentionPairs) -> Tensor | None:
+    """The biases of a single query before all thresholds, `(layers, batch or 1, heads, 1, key_len)`, or `None`.
+
+    They depend on the distance only, so a cache keeps them.
+    """
+    bound = _bound_of_distances(layers[0], pairs)
+    if bound is None or len(pairs.query_slots) > 1 or not pairs.keys.keeps_values:
+        return None
+
+    def compute() -> tuple[Tensor, bool]:
+        nearest = min(float(layer.threshold) for layer in layers)
+        count = int(min(2.0 * bound, nearest + 1))
+        of_layers = [_of_pieces(layer.inputs_before_threshold(count), *layer.pieces()) for layer in layers]
+        return torch.stack(of_layers), count < 2 * bound
+
+    values, _ = pairs.keys.kept(layers, "distances", compute, lambda known: known[1] or known[0].shape[-1] >= bound)
+    return None if values.shape[-1] < bound else _of_distances(values, pairs, bound)
+
+
+def _bound_of_distances(bias: FireBias, pairs: AttentionPairs) -> int | None:
+    """A number that all distances are below, if those of queries before the threshold decide and are whole numbers."""
+    return pairs.keys.bound() if bias.causal and not pairs.keys.ids.is_floating_point() else None
+
+
+def _of_distances(values: Tensor, pairs: AttentionPairs, bound: int) -> Tensor:
+    """The pairs' entries of values `(layers, heads, bound or more)`: `(layers, batch or 1, heads, query_len, key_len)`.
+
+    Padding counts as far away.
+    """
+    steps = pairs.remembered("known steps", lambda: pairs.distance.abs().clamp(max=bound - 1))
+    return values.index_select(-1, steps.flatten()).unflatten(-1, steps.shape).transpose(1, 2)
 
 
 def _of_pieces(inputs: Tensor, lines: Tensor, corners: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FACTOR, LARGEST_WIDTH, SMALLEST_FACTOR
+from hf_posenc.schemes.weights import stacked
 
 #: Swin v2 gives the longest displacement in a window this coordinate before the logarithm, whose base it is too.
 _EDGE = 8.0
@@ -71,6 +73,13 @@ class LogCpbBias(LogCpbNetwork, DistanceBias):
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
         return self.network(distance.unsqueeze(-1)).movedim(-1, 0)
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[LogCpbBias], distance: Tensor) -> Tensor:
+        """The biases of several layers, `(layers, heads, count)`, of distances `(count,)`."""
+        whole, inputs = stacked(layers), layers[0].coordinates(distance).expand(len(layers), 1, -1)
+        hidden = torch.baddbmm(whole.hidden_bias.float().unsqueeze(-1), whole.hidden_weight.float(), inputs)
+        return whole.limit * (whole.output_weight.float() @ hidden.relu()).sigmoid()
 
 
 class GridLogCpbBias(LogCpbNetwork, GridBias):

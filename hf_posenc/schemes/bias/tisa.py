@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH
+from hf_posenc.schemes.weights import stacked
 
 
 class TisaBias(DistanceBias):
@@ -35,7 +37,13 @@ class TisaBias(DistanceBias):
         amplitudes, sharpness, offsets = (
             parameter.float().view(axes) for parameter in (self.amplitudes, self.sharpness, self.offsets)
         )
-        return (amplitudes * torch.exp(-sharpness.abs() * (distance.float() - offsets).square())).sum(1)
+        bumps = amplitudes * torch.exp(-sharpness.abs() * (distance.float() - offsets).square())
+        return bumps.sum(-1 - distance.ndim)
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[TisaBias], distance: Tensor) -> Tensor:
+        """The biases of several layers, `(layers, heads, *distance.shape)`."""
+        return stacked(layers).forward(distance)
 
 
 @register_scheme

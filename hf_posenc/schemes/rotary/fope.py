@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from typing import ClassVar
@@ -84,6 +85,9 @@ class FourierMap(RotaryMap):
         self.num_turning = coefficients.shape[-2]
         self.released = released
         self._initial_coefficients = DeviceConstant(coefficients)
+        self._initial_shares = DeviceConstant(self.shares(coefficients))
+        #: Cosine and sine of the other pairs.
+        self._others = DeviceConstant(torch.tensor((1.0, 1.0 if released else 0.0), device="cpu").view(2, 1, 1, 1, 1))
         self.coefficients: nn.Parameter | None = None
         if learnable:
             self.coefficients = nn.Parameter(torch.empty(coefficients.shape))
@@ -97,32 +101,27 @@ class FourierMap(RotaryMap):
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns mixed cosine and sine, each `(batch or 1, query_len, key_value_heads, rotary_dim)` in float32."""
-        if self.coefficients is not None:
-            coefficients = self.coefficients.float()
-        else:
-            coefficients = self._initial_coefficients.on(positions.ids.device)
         angles = self.angles(positions)
-        turning = angles[..., : self.num_turning]
+        turning, device = angles[..., : self.num_turning], angles.device
+        shares = (
+            self._initial_shares.on(device) if self.coefficients is None else self.shares(self.coefficients.float())
+        )
+        waves, (_, heads, _, mixed) = torch.stack((turning.cos(), turning.sin())), shares.shape
+        casts = torch._C._is_any_autocast_enabled() and device.type != "meta"
+        # Float32 under autocast too.
+        with torch.autocast(device.type, enabled=False) if casts else contextlib.nullcontext():
+            values = waves.flatten(1, 2) @ shares.transpose(1, 2).flatten(2)
+        values = values.view(*waves.shape[:3], heads, mixed)
+        rest = self._others.on(device).expand(*values.shape[:-1], angles.shape[-1] - mixed)
+        cosine, sine = self.for_both_of_pair(torch.cat((values, rest), dim=-1)).unbind(0)
+        return cosine, sine
+
+    def shares(self, coefficients: Tensor) -> Tensor:
+        """The share of each frequency in each mixed pair, its own included; shape `(2, heads, n, m)`."""
         if self.released:
-            shares = released_shares(coefficients)
-        else:
-            identity = torch.eye(coefficients.shape[-1], device=coefficients.device)
-            shares = (identity + coefficients) / share_sums(coefficients)
-        of_others = (1.0, 1.0) if self.released else (1.0, 0.0)
-        mixed = []
-        for function, mix, other in zip((torch.cos, torch.sin), shares, of_others, strict=True):
-            values = _full_precision_product(function(turning), mix)
-            rest = values.new_full((*values.shape[:-1], angles.shape[-1] - values.shape[-1]), other)
-            mixed.append(self.for_both_of_pair(torch.cat((values, rest), dim=-1)))
-        return tuple(mixed)
-
-
-def _full_precision_product(waves: Tensor, mix: Tensor) -> Tensor:
-    """`(batch or 1, length, n)` and `(heads, n, m)` -> `(batch or 1, length, heads, m)`, float32 under autocast too."""
-    if waves.device.type == "meta":
-        return torch.einsum("bln,hnm->blhm", waves, mix)
-    with torch.autocast(waves.device.type, enabled=False):
-        return torch.einsum("bln,hnm->blhm", waves, mix)
+            return released_shares(coefficients)
+        identity = torch.eye(coefficients.shape[-1], device=coefficients.device)
+        return (identity + coefficients) / share_sums(coefficients)
 
 
 @register_scheme

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
 from hf_posenc.schemes.scheme import BuildContext, register_scheme
@@ -28,6 +29,8 @@ class RopePpMap(RotaryMap):
                 "heads for each key head, or an even number of heads with a key head each. Use 'rope'."
             )
         self.shares_keys = groups == 1
+        self.num_pairs = context.num_heads // 2
+        self._first_of_pair = DeviceConstant(torch.arange(0, context.num_heads, 2, device="cpu").repeat_interleave(2))
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the factors of queries, for both heads of a pair, and of keys, in the dtype of the heads.
@@ -37,19 +40,35 @@ class RopePpMap(RotaryMap):
         cosine, sine = phases
         both = torch.stack((cosine, sine), dim=-2), torch.stack((sine, -cosine), dim=-2)
         of_pairs = rotation_factors(*both, self.layout, dtype).each(lambda factor: factor.unsqueeze(1))
-        return of_pairs, rotation_factors(cosine, sine, self.layout, dtype)
+        of_keys = rotation_factors(cosine, sine, self.layout, dtype)
+        if cosine.shape[-2] != 1:
+            return of_pairs, of_keys
+        # A single token takes the fewest operators if every head has its own factors.
+        of_heads = of_pairs.each(lambda factor: factor.expand(-1, self.num_pairs, -1, -1, -1).flatten(1, 2))
+        if self.shares_keys:
+            of_keys = of_keys.each(lambda factor: factor.expand(-1, 2 * self.num_pairs, -1, -1))
+        return of_heads, of_keys
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)`, same shape and dtype; every second head is replaced."""
+        factors = self._factors(phases, query)[0]
+        if factors.direct.ndim == query.ndim:
+            return apply_rotation(self._repeated(query), factors, self.layout)
         pairs = query[:, ::2, None].expand(-1, -1, 2, -1, -1)
-        return apply_rotation(pairs, self._factors(phases, query)[0], self.layout).flatten(1, 2)
+        return apply_rotation(pairs, factors, self.layout).flatten(1, 2)
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)`, same shape and dtype."""
         if not self.shares_keys:
             return super().map_key(key, phases)
+        if key.shape[-2] == 1:
+            return super().map_key(self._repeated(key), phases)
         rotated = super().map_key(key[:, ::2], phases)
         return torch.stack((rotated, rotated), dim=2).flatten(1, 2)
+
+    def _repeated(self, heads: Tensor) -> Tensor:
+        """The first head of each pair, twice."""
+        return heads.index_select(1, self._first_of_pair.on(heads.device))
 
 
 @register_scheme

@@ -9,6 +9,7 @@ for which `x` does not need to be saved.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import traced
 
 #: Bytes of the heads that one core rotates at a time. With the result and the exchanged pairs this takes 3 MiB. Larger
@@ -69,14 +71,35 @@ def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dty
         dtype: dtype of the heads. Cosine, sine and each product are rounded to it, so the result is bit-equal to the
             expression in transformers.
     """
-    cosine, sine = (with_heads_axis(phase).to(dtype) for phase in (cosine, sine))
+    plain = not traced() and type(sine) is Tensor
+    # On a CPU, complex numbers need more calls for one token. On other devices they need one kernel instead of four.
+    real = layout != "interleaved" or dtype not in _COMPLEX_DTYPES or (cosine.is_cpu and cosine.shape[1] == 1)
+    if plain and real:
+        other = sine * _signs(layout, sine.shape[-1]).on(sine.device)
+        return RotationFactors(with_heads_axis(cosine.to(dtype)), with_heads_axis(other.to(dtype)))
+    cosine, sine = cosine.to(dtype), sine.to(dtype)
+    if layout == "interleaved" and dtype in _COMPLEX_DTYPES and not traced():
+        return RotationFactors(with_heads_axis(torch.complex(cosine[..., ::2], sine[..., ::2])), None)
+    cosine, sine = with_heads_axis(cosine), with_heads_axis(sine)
     if layout == "interleaved":
-        if dtype in _COMPLEX_DTYPES and not traced():
-            return RotationFactors(torch.complex(cosine[..., ::2], sine[..., ::2]), None)
         pairs = sine.unflatten(-1, (-1, 2))
         return RotationFactors(cosine, torch.stack((-pairs[..., 0], pairs[..., 1]), dim=-1).flatten(-2))
     first, second = sine.chunk(2, dim=-1)
     return RotationFactors(cosine, torch.cat((-first, second) if layout == "half" else (first, -second), dim=-1))
+
+
+@functools.cache
+def _signs(layout: str, width: int) -> DeviceConstant:
+    """`(width,)`: the sign of the sine of each dimension."""
+    first, half = torch.arange(width, device="cpu"), width // 2
+    minus = {"interleaved": first % 2 == 0, "half": first < half, "half_reversed": first >= half}[layout]
+    return DeviceConstant(1.0 - 2.0 * minus.float())
+
+
+@functools.cache
+def _neighbours(width: int) -> DeviceConstant:
+    """`(width,)` int64: the other dimension of each pair of neighbours."""
+    return DeviceConstant(torch.arange(width, device="cpu").view(-1, 2).flip(-1).flatten())
 
 
 def factors_of_angles(angles: Tensor, layout: str, dtype: torch.dtype) -> RotationFactors:
@@ -119,7 +142,12 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
     heads, width = direct.shape[1], direct.shape[-1]
     if other is not None and x.numel() <= _FEW and heads in (1, x.shape[1]) and width == x.shape[-1]:
         # Nearly every decoding step takes this path, where the overhead of each call matters.
-        partner = _partner(x, layout) if layout == "interleaved" else x.roll(width // 2, -1)
+        if layout != "interleaved":
+            partner = x.roll(width // 2, -1)
+        elif torch.is_grad_enabled() or traced() or type(x) is not Tensor:
+            partner = _partner(x, layout)
+        else:
+            partner = x.index_select(-1, _neighbours(width).on(x.device))
         if heads == 1:
             return x * direct + partner * other
         # No model in transformers has factors per head, so the result need not be bit-equal to any.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from hf_posenc.schemes.rotary.rotation_kernel import (
     rotation_factors,
 )
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.weights import stacked
 
 
 class RotationInBasis(QueryKeyMap):
@@ -48,24 +50,31 @@ class RotationInBasis(QueryKeyMap):
         For one token at the same position in every row, returns only the transposed basis after the token's rotation,
         `(1, key_value_heads or 1, rotary_dim, rotary_dim)`: queries and keys then need nothing but a product with it.
         """
+        return self._phases([self], positions)
+
+    def _phases(self, layers: Sequence[RotationInBasis], positions: Positions) -> tuple[Tensor, ...]:
+        """The phases of several layers, with an axis of layers in front, or of one layer without it."""
 
         def of_weights() -> tuple[Tensor, Tensor]:
-            frequencies = self.rotation.inverse_frequencies(positions.lengths)
-            return frequencies.reshape(-1, 1, frequencies.shape[-1]), self.basis().transpose(-1, -2)
+            whole = self if len(layers) == 1 else stacked(layers)
+            frequencies, columns = whole.rotation.inverse_frequencies(positions.lengths), whole.basis().mT
+            axes = () if whole is self else (len(layers), 1)
+            return frequencies.reshape(*axes, -1, 1, frequencies.shape[-1]), columns
 
         def of_one_token() -> tuple[Tensor, ...]:
             frequencies, columns = of_weights()
-            layout = self.rotation.layout
-            quarter = rotation_factors(torch.zeros_like(columns), torch.ones_like(columns), layout, columns.dtype)
-            turned = apply_rotation(columns.unsqueeze(1), quarter, layout).squeeze(1)
-            return self.rotation.for_both_of_pair(frequencies), columns, turned
+            layout, flat = self.rotation.layout, columns.flatten(0, -3)
+            quarter = rotation_factors(torch.zeros_like(flat), torch.ones_like(flat), layout, flat.dtype)
+            turned = apply_rotation(flat.unsqueeze(1), quarter, layout).view(columns.shape)
+            shape = (*columns.shape[:-3], -1, 1, columns.shape[-1])
+            return self.rotation.for_both_of_pair(frequencies).view(shape), columns, turned
 
         ids = positions.remembered("ids of pairs", lambda: positions.ids[:, None, :, None].float(), positions.ids)
         if not traced() and ids.numel() == 1:
-            frequencies, columns, turned = positions.kept(self, "turned basis", of_one_token)
+            frequencies, columns, turned = positions.kept(layers, "turned basis", of_one_token)
             angles = ids * frequencies
             return (torch.addcmul(columns * angles.cos(), turned, angles.sin()),)
-        frequencies, columns = positions.kept(self, "basis", of_weights)
+        frequencies, columns = positions.kept(layers, "basis", of_weights)
         return ids * frequencies, columns
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -75,15 +84,21 @@ class RotationInBasis(QueryKeyMap):
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        prepared = phases if isinstance(phases[0], RotationFactors) else self.prepared(phases, query.dtype)
-        *factors, columns = prepared
-        if columns.shape[-3] not in (1, query.shape[1]):
+        *factors, columns = phases
+        if columns.dtype != query.dtype or (factors and not isinstance(factors[0], RotationFactors)):
+            *factors, columns = self.prepared(phases, query.dtype)
+        width, key_heads = query.shape[-1], columns.shape[-3]
+        if key_heads not in (1, query.shape[1]):
             if query.shape[-2] == 1 and not traced():  # As in `apply_rotation`.
-                grouped = query.reshape(query.shape[0], columns.shape[-3], -1, query.shape[-1])
-                return self.map_query(grouped, prepared).view(query.shape)
-            columns = columns.repeat_interleave(query.shape[1] // columns.shape[-3], dim=-3)
-        whole = self.rotary_dim == query.shape[-1]
-        changed = (query if whole else query[..., : self.rotary_dim]) @ columns
+                grouped = query.reshape(query.shape[0], key_heads, -1, width)
+                return self.map_query(grouped, (*factors, columns)).view(query.shape)
+            columns = columns.repeat_interleave(query.shape[1] // key_heads, dim=-3)
+        whole = self.rotary_dim == width
+        if whole and query.shape[:2] == (1, columns.shape[-3]):
+            # Fewer operators than a product of four dimensions.
+            changed = torch.bmm(query.squeeze(0), columns.flatten(0, -3)).unsqueeze(0)
+        else:
+            changed = (query if whole else query[..., : self.rotary_dim]) @ columns
         if not whole:
             changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
         changed = changed.to(query.dtype)
@@ -119,12 +134,30 @@ class CayleyMap(RotationInBasis):
             return self._fixed
         entries = self.skew.float()
         rows, columns = self._above_diagonal.on(entries.device)
-        upper = entries.new_zeros(entries.shape[0], self.rotary_dim, self.rotary_dim)
-        upper[:, rows, columns] = entries
-        skew = upper - upper.transpose(-1, -2)
+        upper = entries.new_zeros(*entries.shape[:-1], self.rotary_dim, self.rotary_dim)
+        upper[..., rows, columns] = entries
+        skew = upper - upper.mT
         identity = torch.eye(self.rotary_dim, dtype=torch.float32, device=entries.device)
         # The two factors commute. I + S is never singular, so no check is needed, which would synchronise a GPU.
         return torch.linalg.solve_ex(identity + skew, identity - skew)[0]
+
+    @classmethod
+    def of_layers(
+        cls, layers: Sequence[CayleyMap], positions: Positions, dtype: torch.dtype
+    ) -> list[tuple[Any, ...]] | None:
+        """What `prepared` returns for each of several layers; `None` if their frequencies or bases are fixed."""
+        first = layers[0]
+        if any(layer._fixed is not None for layer in layers) or type(first.rotation) is not LearnedFrequenciesMap:
+            return None
+        *angles, columns = first._phases(layers, positions)
+        *factors, columns = first.prepared((*(one.flatten(0, 1) for one in angles), columns), dtype)
+        if not factors:
+            return [(one,) for one in columns.unbind(0)]
+        direct, other = (
+            [None] * len(layers) if factor is None else factor.unflatten(0, (len(layers), -1)).unbind(0)
+            for factor in factors[0]
+        )
+        return list(zip(map(RotationFactors, direct, other), columns.unbind(0), strict=True))
 
 
 class CirculantRotation(RotaryMap):

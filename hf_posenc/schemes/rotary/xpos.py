@@ -35,7 +35,7 @@ class XposMap(RotaryMap):
             "or move the origin.",
         )
         zeta = (rope_exponents(self.rotary_dim) + config.gamma) / (1 + config.gamma)
-        self._decay = DeviceConstant(zeta.log() / config.scale_base)
+        self._decay = DeviceConstant(self.for_both_of_pair(zeta.log() / config.scale_base))
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns cosine and sine of queries, then of keys, each `(batch or 1, query_len, rotary_dim)` in float32.
@@ -45,8 +45,8 @@ class XposMap(RotaryMap):
         """
         self.length_reach.check(positions)
         cosine, sine = super().phases(positions)
-        exponents = (positions.ids.unsqueeze(-1).float() - self.origin) * self._decay.on(positions.ids.device)
-        magnitude = self.for_both_of_pair(exponents.exp())
+        steps = positions.ids.unsqueeze(-1).float()
+        magnitude = ((steps - self.origin if self.origin else steps) * self._decay.on(steps.device)).exp()
         return cosine * magnitude, sine * magnitude, cosine / magnitude, sine / magnitude
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
