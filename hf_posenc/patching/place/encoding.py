@@ -95,10 +95,9 @@ class LayerEncoding:
         own, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
         #: Number of heads for which the bias caches features next to the keys.
         self.feature_heads = self.num_key_value_heads if shared else self.num_heads
+        groups = self.num_heads // self.num_key_value_heads if shared else 1
         #: Number of features per token of each of these heads.
-        self.num_features = own + shared
-        if shared:
-            self.num_features = self.num_heads // self.num_key_value_heads * own + shared
+        self.num_features = groups * own + shared
         #: The bias of queries at positions below this is 0.
         self.zero_below = 0 if pairwise is None else pairwise.zero_below
         #: Whether the scheme changes keys, or caches something next to them.
@@ -117,9 +116,9 @@ class LayerEncoding:
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         rotates = self.logit_scale is None and not self.widens_heads
         again = self.query_key_map is not None and self.query_key_map.mapped_again
-        by_distance = bool(summands) and all(isinstance(one, DistanceBias) for one in summands)
+        by_distance = all(isinstance(one, DistanceBias) for one in summands)
         #: Whether the logits change by the same bias in every layer with these parts.
-        self.repeats_bias = by_distance and rotates and not again
+        self.repeats_bias = bool(summands) and by_distance and rotates and not again
         #: A value that is equal for layers with the same parts and heads.
         self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
         scale, hides = self.logit_scale, pairwise is not None and pairwise.hides_pairs
@@ -127,11 +126,10 @@ class LayerEncoding:
         special = scales or self.widens_heads or again or self.zero_below or self.rotates_by_input or self.shard
         #: Whether layers of the kind only have to compute the rows of their bias.
         self.differs_in_rows = self.kind is not None and len(summands) == 1 and not special
+        #: Whether layers of the kind only have to rotate their queries, if keys were rotated before they were cached.
+        self.differs_in_rotation = self.only_rotates_by_input and rotates and not (again or self.shard)
         #: A name of the layers that leave their checks to the first of them; `None` if each checks.
         self.checked_with: Hashable = self.identity if self.repeats_bias else None
-        #: Whether layers of the kind only have to rotate their queries, if keys were rotated before they were cached.
-        self.differs_in_rotation = self.only_rotates_by_input and self.rotation_before_cache is not None
-        self.differs_in_rotation = self.differs_in_rotation and rotates and not again and self.shard is None
         if self.differs_in_rows or self.differs_in_rotation:
             self.checked_with = self.kind
         #: Whether the scheme needs no other change than replacing the rotary function.
