@@ -23,7 +23,7 @@ from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
 from hf_posenc.patching.patch import place_scheme, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
-from hf_posenc.patching.place.lengths import Lengths, choose_length, restore_length
+from hf_posenc.patching.place.lengths import Lengths, choose_length, write_length
 from hf_posenc.patching.place.transaction import Transaction
 
 
@@ -214,7 +214,7 @@ def _restore(
         if parameter.device.type != "meta":
             parameter.copy_(values[name])
     if lengths is not None and encoding.lengths != lengths:
-        restore_length(encoding, model, lengths)
+        write_length(encoding, model, lengths, lengths.current)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -14,7 +13,7 @@ from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures import architecture_of
-from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
+from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of, resolve_native
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
@@ -157,7 +156,7 @@ def place_scheme(
     transaction.install(encoding)
     for name, stack in encoding.stacks.items():
         if stack.part in changed and not stack.adopted:
-            encoding.record.stacks[name].new = [(weakref.ref(one), one._version) for one in stack.parameters()]
+            encoding.record.stacks[name].new = {(id(one), one._version) for one in stack.parameters()}
     return {table for stack in placed for table in stack.unfilled}
 
 
@@ -435,7 +434,7 @@ def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
 
 def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
-    if any(stack.layout.has_axes or any(reads_axes(one.module) for one in stack.rotaries) for stack in stacks):
+    if any(stack.layout.has_axes or stack.reads_axes for stack in stacks):
         return
     own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
     if own:

@@ -17,7 +17,6 @@ from hf_posenc.export.stock.form import StockForm, config_of, stock_config, stoc
 from hf_posenc.export.stock.rope_parameters import stated_head_dim, write_rope_parameters
 from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.discovery import build_context
-from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import table_weight
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.config_entry import at_native_lengths
@@ -91,7 +90,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], parts: ModelParts, nati
     config = config_of(parts.stacks[0][0], parts.model, config)
     own = {type(part) for part in native.acting_together()}
     own -= {part for part in own if issubclass(part, LayeredConfig)}
-    if scheme != native and any(reads_axes(rotary.module) for stack, _ in parts.stacks for rotary in stack.rotaries):
+    if scheme != native and any(stack.reads_axes for stack, _ in parts.stacks):
         raise UnsupportedError(
             f"A {parts.name} rotates by the coordinates of images, and the config states no other rotation of them. "
             "The comparison on token ids would not see the difference."

@@ -12,7 +12,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, Layer, ModelParts, Rotation, rotation_of
 from hf_posenc.export.stock.form import StockForm, config_of, current_config, stock_state
 from hf_posenc.patching.anatomy.discovery import build_context, native_pairing
-from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.schemes import BuildContext
 
 
@@ -23,7 +22,7 @@ def own_rotation(parts: ModelParts) -> StockForm:
         UnsupportedError: if the scheme is not one rotation for all layers (of a type), or the class has none.
     """
     name, layers = parts.name, parts.layers
-    if any(reads_axes(rotary.module) for layer in layers for rotary in layer.stack.rotaries):
+    if any(layer.stack.reads_axes for layer in layers):
         raise UnsupportedError(f"A {name} rotates by the coordinates of images, which one set of factors cannot state.")
     if any(stack.tables for stack, _ in parts.stacks):
         raise UnsupportedError(f"A {name} cannot exchange its table of positions for a rotation.")

@@ -27,6 +27,7 @@ from hf_posenc.patching.anatomy.discovery import (
     position_tables,
     read_attentions,
 )
+from hf_posenc.patching.anatomy.rotary_functions import number_of_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, NamedModule, PositionTable
 from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.forwards import forward_parameters, parameters_of
@@ -168,6 +169,11 @@ class Stack:
         tables = {id(table.module) for table in self.tables}
         found = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
         return [NamedModule(*each) for each in found if "position_ids" in parameters_of(type(each[1]).forward)]
+
+    @property
+    def reads_axes(self) -> bool:
+        """Whether one of its rotary modules reads positions on several axes."""
+        return any(number_of_axes(rotary.module, None) > 1 for rotary in self.rotaries)
 
     @cached_property
     def first_layer(self) -> nn.Module | None:

@@ -345,8 +345,3 @@ def number_of_axes(rotary: Any, layer_type: str | None) -> int:
     if isinstance(sections, dict):
         sections = sections.get(layer_type) if layer_type in sections else next(iter(sections.values()), None)
     return 1 if sections is None else len(sections)
-
-
-def reads_axes(rotary: Any) -> bool:
-    """Whether a rotary module reads positions on several axes."""
-    return number_of_axes(rotary, None) > 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.anatomy.weights import stored
+from hf_posenc.patching.forwards import OtherForward, unrotated, zero_output
 from hf_posenc.schemes.config import SchemeConfig
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
@@ -39,6 +40,14 @@ class RelativeMechanism:
     projection: nn.Module | None = None
     names: tuple[str, ...] = ()
     method: str | None = None
+
+    def silence(self, module: nn.Module, journal: Any) -> None:
+        """Disables it in its attention module and freezes its weights."""
+        if self.projection is not None:
+            journal.set_forward(self.projection, OtherForward(self.projection, zero_output))
+        if self.method is not None:
+            journal.replace(module, self.method, unrotated)
+        journal.freeze(module, *self.names)
 
 
 @dataclass
@@ -91,6 +100,11 @@ class NamedModule:
 
     path: str
     module: Any
+
+    @property
+    def full_name(self) -> str:
+        """Path of what is found below the stack."""
+        return self.path
 
 
 #: Attributes that hold the weight of a position table.
@@ -157,6 +171,8 @@ class OwnedTable(NamedModule):
     name: str
     prefix_rows: int
     channels_first: bool = False
+    #: The rows of tokens without a place count too.
+    origin: ClassVar[int] = 0
 
     @property
     def full_name(self) -> str:

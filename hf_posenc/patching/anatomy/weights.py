@@ -21,7 +21,6 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -54,9 +53,7 @@ class onload_weights:
         for module in self.hooked:
             module.__dict__["_hf_hook"].pre_forward(module)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for module in self.hooked:
             module.__dict__["_hf_hook"].post_forward(module, None)
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -122,9 +121,7 @@ class CacheUpdateHook:
         self.update = self.cache.update
         self.cache.update = functools.partial(self.on_update, self.call, self.update)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.cache is None:
             return
         if self.own_update is not None:

@@ -136,23 +136,13 @@ class ForwardState:
 
         All states of a call share `scratch` and `memo`. What is computed on a device is computed there once.
         """
-        if self.device is None:
-            self.device = device
-            if self.has_places or self.coordinates is not None:
-                self._move_places(device)
-        if self.device == device:
+        if self.is_for(self.query_length, device):
             return self
         there = dataclasses.replace(self, device=device)
         for name, value in vars(self).items():
             if isinstance(value, Tensor | Positions):
                 setattr(there, name, there.shared(("moved", name), functools.partial(value.to, device), mask=value))
         return there
-
-    def _move_places(self, device: torch.device) -> None:
-        """Moves the places of tokens, which are where the caller's arguments are, to the device of the first module."""
-        for name, value in list(vars(self).items()):
-            if isinstance(value, Tensor | Positions):
-                setattr(self, name, value.to(device))
 
     def of_layer(self, module: nn.Module) -> ForwardState:
         """This state for an attention layer, if the cache holds different tokens in each layer.
@@ -175,7 +165,10 @@ class ForwardState:
         if self.device is None:
             self.device = device
             if self.has_places or self.coordinates is not None:
-                self._move_places(device)
+                # Places of tokens are where the caller's arguments are.
+                for name, value in list(vars(self).items()):
+                    if isinstance(value, Tensor | Positions):
+                        setattr(self, name, value.to(device))
         return self.query_length == length and self.device == device
 
     def own(self, part: PartType) -> PartType:

@@ -320,7 +320,7 @@ class SlotBuffers:
     """
 
     def __init__(self, rows_before: int) -> None:
-        self.native_lengths: list[tuple[nn.Module, str, int]] = []
+        self.native: dict[tuple[nn.Module, str], Tensor] = {}
         #: Measured before the first call, because a graph is made for the value that it finds.
         self.shortest: int | None = None
         self.rows_before = rows_before
@@ -336,7 +336,7 @@ class SlotBuffers:
             native = _length(name, buffer)
             if native >= length or (name == _MASK and not masks):
                 continue
-            self.native_lengths.append((module, name, native))
+            self.native.setdefault((module, name), buffer)
             if name == _MASK:
                 module._buffers[name] = _longer_mask(module, buffer, length)
             elif name == _PHASES:
@@ -360,13 +360,12 @@ class SlotBuffers:
         self.reach(stack, int(position_ids.max()) + 1, masks=False)
 
     def restore(self) -> None:
-        """Restores the native length of every buffer, on its current device."""
-        for module, name, length in reversed(self.native_lengths):
-            buffer = module._buffers[name]
-            assert buffer is not None
-            within = buffer[:length] if name == _PHASES else buffer[..., :length]
-            module._buffers[name] = (within[..., :length, :] if name == _MASK else within).clone()
-        self.native_lengths.clear()
+        """Restores every native buffer, on its current device."""
+        for (module, name), buffer in self.native.items():
+            extended = module._buffers[name]
+            assert extended is not None
+            module._buffers[name] = buffer.to(extended)
+        self.native.clear()
         self.shortest = None
 
 

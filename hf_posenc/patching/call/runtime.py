@@ -22,7 +22,6 @@ from torch.compiler import is_compiling
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
-from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.call.cache import (
     GENERATION,
     cache_among,
@@ -239,7 +238,7 @@ class StackRuntime:
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
         #: Whether the model itself makes positions on several axes (M-RoPE).
-        self.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
+        self.makes_coordinates = stack.reads_axes
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
         self.split_problem = ""
         #: Whether cross-attention has a scheme.

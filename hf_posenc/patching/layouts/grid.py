@@ -133,14 +133,6 @@ class Grid(Layout):
             return {"input_values": numbers(1, int(module.config.max_length), int(module.config.num_mel_bins))}
         return _pixels(module)
 
-    def table(self, stack: Stack) -> Tensor | None:
-        """The first table, with the rows of tokens without a place."""
-        return self.tables[0].weight if self.tables else None
-
-    def vector_sites(self, stack: Stack) -> list[Any]:
-        """One table of every module whose forward an additive scheme replaces."""
-        return list({id(table.module): table for table in self.tables}.values())
-
     def native_bias(self, stack: Stack, attention: AttentionLayer) -> Tensor | None:
         """The table of the bias that acts on a layer."""
         return next((bias.table for bias in self.biases if bias.acts_on(attention.path)), None)
@@ -195,12 +187,10 @@ class Grid(Layout):
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The first table; for a part that reads coordinates, with the rows of other tokens first."""
-        if not self.tables:
-            return None
+        if not self.tables or not additive.reads_coordinates:
+            return super().native_vectors(stack, additive)
         table = self.tables[0]
-        others = table.prefix_rows + self.suffix_tokens
-        weight = table.in_order_of_tokens(others) if additive.reads_coordinates else table.weight
-        return weight, table.full_name
+        return table.in_order_of_tokens(table.prefix_rows + self.suffix_tokens), table.full_name
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Records the grid of every call, and puts the vectors of the scheme in place of the tables over the grid."""

@@ -53,7 +53,7 @@ class Layout:
     features: ClassVar[tuple[str, ...]] = ()
     #: The convolution that makes tokens of the input, if it may be among the layers.
     projection: Any = None
-    #: The position tables over a grid.
+    #: The position tables that modules own and add themselves.
     tables: Any = ()
     #: The properties of an encoder that accepts one number of frames only, and computes the table for them.
     fixed_input: Any = None
@@ -104,11 +104,12 @@ class Layout:
 
     def table(self, stack: Stack) -> Tensor | None:
         """The rows for tokens in its first table, `(rows, hidden)`; `None` without one."""
-        return stack.tables[0].weight[stack.tables[0].origin :] if stack.tables else None
+        found = next(iter((*stack.tables, *self.tables)), None)
+        return None if found is None else found.weight[found.origin :]
 
     def vector_sites(self, stack: Stack) -> list[Any]:
-        """The objects that add position vectors, each with `path` and `module`: the tables."""
-        return [*stack.tables]
+        """The objects that add position vectors, each with `path` and `module`: one table of every module."""
+        return list({id(table.module): table for table in (*stack.tables, *self.tables)}.values())
 
     def native_bias(self, stack: Stack, attention: AttentionLayer) -> Tensor | None:
         """The native table of relative biases that one layer uses, or `None`."""
@@ -175,11 +176,11 @@ class Layout:
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The native table that a part can start from, in the order of its positions, and its path."""
-        if not stack.tables:
+        found = next(iter((*stack.tables, *self.tables)), None)
+        if found is None:
             return None
-        table = stack.tables[0]
         offset = max(getattr(part, "offset", 0) for part in additive.modules())
-        return table.weight[max(table.origin - offset, 0) :], table.path
+        return found.weight[max(found.origin - offset, 0) :], found.full_name
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture, the rows of the tables, by those of a scheme."""

@@ -87,7 +87,7 @@ class Series(Layout):
 
     Args:
         vectors: modules whose output is added to the embeddings.
-        parameters: parameters that are added to the embeddings.
+        tables: parameters that are added to the embeddings.
         fixed_input: the properties of an encoder that accepts one number of frames only, or `None`.
         mixes_neighbours: whether other convolutions see neighbouring frames.
     """
@@ -98,7 +98,7 @@ class Series(Layout):
     features = FEATURES
 
     vectors: list[VectorModule] = field(default_factory=list)
-    parameters: list[OwnedTable] = field(default_factory=list)
+    tables: list[OwnedTable] = field(default_factory=list)
     fixed_input: FixedInput | None = None
     mixes_neighbours: bool = False
 
@@ -124,7 +124,7 @@ class Series(Layout):
             for name, parameter in module._parameters.items():
                 if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
                     class_tokens = int(getattr(module, "cls_token", None) is not None)
-                    series.parameters.append(OwnedTable(path, module, name, class_tokens))
+                    series.tables.append(OwnedTable(path, module, name, class_tokens))
         of_positions = {id(layer) for vectors in series.vectors for layer in vectors.module.modules()}
         series.mixes_neighbours = any(
             isinstance(layer, nn.Conv1d | nn.Conv2d) and max(layer.kernel_size) > 1 and id(layer) not in of_positions
@@ -142,13 +142,9 @@ class Series(Layout):
                 given[name] = rule(module, given)
         return given
 
-    def table(self, stack: Stack) -> Tensor | None:
-        """The first parameter or table."""
-        return self.parameters[0].weight if self.parameters else super().table(stack)
-
     def vector_sites(self, stack: Stack) -> list[Any]:
-        """The tables, and the modules and parameters that are added to the embeddings."""
-        return [*stack.tables, *self.vectors, *self.parameters]
+        """The tables and parameters, and the modules that are added to the embeddings."""
+        return [*super().vector_sites(stack), *self.vectors]
 
     def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
         """True, because the inputs of the model around it are unknown."""
@@ -166,14 +162,8 @@ class Series(Layout):
 
     def vector_schemes(self, stack: Stack) -> list[SchemeConfig]:
         """The schemes of the tables, the modules and the parameters."""
-        learned = [LearnedConfig(num_positions=table.weight.shape[0]) for table in self.parameters]
+        learned = [LearnedConfig(num_positions=table.weight.shape[0]) for table in self.tables]
         return [*super().vector_schemes(stack), *(_scheme_of(vectors, stack) for vectors in self.vectors), *learned]
-
-    def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
-        """The rows of a table, or of a parameter."""
-        if stack.tables or not self.parameters:
-            return super().native_vectors(stack, additive)
-        return self.parameters[0].weight, self.parameters[0].full_name
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture by those of the scheme, which the first module returns."""
@@ -181,7 +171,7 @@ class Series(Layout):
         runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
         if self.fixed_input is not None:
             runtime.viewed = InputView(stack.module, self.fixed_input, runtime)
-        sources: list[VectorModule | OwnedTable] = [*self.vectors, *self.parameters]
+        sources: list[VectorModule | OwnedTable] = [*self.vectors, *self.tables]
         for source in sources:
             kind = type(source.module).__name__
             if isinstance(source, OwnedTable):

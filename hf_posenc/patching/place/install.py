@@ -7,6 +7,7 @@ single process. Only the values computed from them are split, by the parts in `p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -30,7 +31,7 @@ from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModule
 from hf_posenc.patching.call.parallel import HeadShard, refuse_replicas, split_part
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.forwards import OtherForward, WithoutTable, forward_on_instance, unrotated, zero_output
+from hf_posenc.patching.forwards import WithoutTable, forward_on_instance
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import KINDS_IN_LAYERS, StackRecord
@@ -214,16 +215,6 @@ def _takes_over(encoding: StackEncoding, part: Part, native: Tensor) -> bool:
     return taken
 
 
-def _silence_relative(attention: AttentionLayer, journal: Journal) -> None:
-    relative = attention.relative
-    assert relative is not None
-    if relative.projection is not None:
-        journal.set_forward(relative.projection, OtherForward(relative.projection, zero_output))
-    if relative.method is not None:
-        journal.replace(attention.module, relative.method, unrotated)
-    journal.freeze(attention.module, *relative.names)
-
-
 def _install_attention(
     attention: AttentionLayer,
     layer: LayerEncoding,
@@ -246,7 +237,7 @@ def _install_attention(
     journal.set_forward(module, site)
     report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
     if attention.relative is not None:
-        _silence_relative(attention, journal)
+        attention.relative.silence(module, journal)
     report.placed.extend(_placed(layer, attention.path))
 
 
@@ -254,36 +245,28 @@ def _placed(layer: LayerEncoding, path: str) -> list[str]:
     return [f"{kind}: {path}" for kind in KINDS_IN_LAYERS if getattr(layer, kind) is not None]
 
 
-class PartParameters:
-    """Stands in for the method `parameters` of an encoder or another part of a model.
+def include_schemes(base: nn.Module, schemes: Mapping[int, nn.Module], journal: Journal) -> None:
+    """Gives every module between a base model and its stacks a method `parameters` that includes their schemes.
 
     The base model holds the scheme of all its parts. Code that freezes a part, clips its gradients or gives it to an
     optimizer asks the part for its parameters, and means those of its scheme too.
+
+    Args:
+        base: the module that holds the schemes.
+        schemes: the scheme of each stack that has parameters, by the identity of the stack.
+        journal: records the changes.
     """
+    for module in base.modules():
+        inside = [schemes[id(one)] for one in module.modules() if id(one) in schemes]
+        if inside and module is not base:
+            journal.set(module, "parameters", functools.partial(_with_schemes, module, inside))
 
-    def __init__(self, module: nn.Module, schemes: list[nn.Module]) -> None:
-        self.module = module
-        self.schemes = schemes
 
-    def __call__(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Iterates over the parameters of the part, then over those of its scheme."""
-        yield from type(self.module).parameters(self.module, recurse)
-        for scheme in self.schemes if recurse else ():
-            yield from scheme.parameters()
-
-    @classmethod
-    def place(cls, base: nn.Module, schemes: Mapping[int, nn.Module], journal: Journal) -> None:
-        """Sets an instance on every module between a base model and its stacks.
-
-        Args:
-            base: the module that holds the schemes.
-            schemes: the scheme of each stack that has parameters, by the identity of the stack.
-            journal: records the changes.
-        """
-        for module in base.modules():
-            inside = [schemes[id(one)] for one in module.modules() if id(one) in schemes]
-            if inside and module is not base:
-                journal.set(module, "parameters", cls(module, inside))
+def _with_schemes(module: nn.Module, schemes: list[nn.Module], recurse: bool = True) -> Iterator[Parameter]:
+    """The parameters of a part of a model, then those of its schemes."""
+    yield from type(module).parameters(module, recurse)
+    for scheme in schemes if recurse else ():
+        yield from scheme.parameters()
 
 
 #: Styles of a tensor-parallel plan that give every process all heads of a projection.

@@ -127,7 +127,7 @@ def _initialize(
         and not _is_native_length(encoding.config, reach.made_for, stacks, native)
     ):
         wanted = max(native, reach.made_for)
-    _write(encoding, model, lengths, None if wanted is None else _within(reach, wanted), part)
+    write_length(encoding, model, lengths, None if wanted is None else _within(reach, wanted), part)
 
 
 def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | None) -> tuple[Lengths, str | None]:
@@ -168,9 +168,9 @@ def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int, 
             f"A context of {length} tokens is longer than the {reach.length} positions {reach.remedy}"
         )
     try:
-        _write(encoding, model, dataclasses.replace(before, chosen=length), length, part)
+        write_length(encoding, model, dataclasses.replace(before, chosen=length), length, part)
     except BaseException:
-        _write(encoding, model, before, before.current, part)
+        write_length(encoding, model, before, before.current, part)
         raise
 
 
@@ -178,12 +178,7 @@ def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: in
     """Sets the length that was chosen for another model, limited to what the scheme can encode."""
     assert encoding.lengths is not None
     lengths = dataclasses.replace(encoding.lengths, chosen=length)
-    _write(encoding, model, lengths, _within(lengths.reach, length))
-
-
-def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: Lengths) -> None:
-    """Restores the previous length of a model after a failed load."""
-    _write(encoding, model, before, before.current)
+    write_length(encoding, model, lengths, _within(lengths.reach, length))
 
 
 def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
@@ -211,7 +206,7 @@ def _within(reach: Reach, length: int) -> int:
     return length if reach.length is None else max(min(length, reach.length), 1)
 
 
-def _write(
+def write_length(
     encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int | None, part: str | None = None
 ) -> None:
     """Writes a length everywhere. The encoding is updated last, so that an interrupted call can be repeated."""

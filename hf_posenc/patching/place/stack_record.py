@@ -67,8 +67,8 @@ class StackRecord:
         self.function: Any = None
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
-        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
-        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        #: The ids of the parameters that `patch_model` has initialised, and how often they had been written to then.
+        self.new: set[tuple[int, int]] = set()
         if before is not None and before.encoding is encoding:
             self.new = before.new
         #: Those among them that an adapter has frozen.
@@ -91,9 +91,7 @@ class StackRecord:
         self.number = number_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy cannot tell whether its parameters are new.
-        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
-        return state | {"new": [], "frozen": []}
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -110,8 +108,8 @@ class StackRecord:
 
     def new_and_trained(self) -> list[nn.Parameter]:
         """The trainable parameters that have the numbers with which `patch_model` has initialised them."""
-        found = ((reference(), writes) for reference, writes in self.new)
-        return [one for one, writes in found if one is not None and one.requires_grad and one._version == writes]
+        known = (one for one in self.encoding.parameters() if (id(one), one._version) in self.new)
+        return [one for one in known if one.requires_grad]
 
     def warn_of_frozen(self) -> None:
         """Warns, in the first training call, about new parameters that an adapter has frozen."""

@@ -36,10 +36,10 @@ from hf_posenc.patching.place.generation import (
     refuse_running_batches,
 )
 from hf_posenc.patching.place.install import (
-    PartParameters,
     PatchReport,
     StackReport,
     adopt_native,
+    include_schemes,
     install_stack,
     refuse_late_parameters,
     split_heads,
@@ -318,7 +318,7 @@ class Transaction:
             if next(encoding.stacks[stack.name].parameters(), None) is not None
         }
         if with_parameters:
-            PartParameters.place(base, with_parameters, journal)
+            include_schemes(base, with_parameters, journal)
         for one in record.stacks.values():
             one.note_trainable()
         initialize_lengths(encoding, model, stacks, anatomy.main)
