@@ -273,18 +273,14 @@ def completed(model: nn.Module, device_map: Any) -> Any:
     own = {prefix: first}
     for stack in encoding.record.stacks.values():
         for attention, layer in zip(stack.attentions, stack.encoding.layers, strict=True):
-            device = _device_of(names[id(attention)], stock)
+            name = names[id(attention)]
+            while name and name not in stock:  # The longest name in the map that leads to the layer counts.
+                name = name.rpartition(".")[0]
+            device = stock.get(name)
             for module in (module for part in layer.parts for module in part.modules()):
                 if id(module) in names:
                     own.setdefault(names[id(module)], first if device in _OFFLOADED else device)
     return stock | own
-
-
-def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """The device of a module: that of the longest name in the map that leads to it."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)
 
 
 def _dispatch(call: Call) -> Any:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,13 +65,10 @@ def position_tables(stack: Stack) -> list[PositionTable]:
         PositionTable(path, module, architecture.rows_before)
         for path, module in named
         if table_weight(module) is not None
-        and not any(inner_part(above, stack.config) for above in _on_the_way(path, stack.module))
+        and not any(
+            f"{path}.".startswith(f"{above}.") and inner_part(one, stack.config) for above, one in stack.members
+        )
     ]
-
-
-def _on_the_way(path: str, stack: nn.Module) -> Iterator[nn.Module]:
-    """The modules on the path from a stack to a module inside it, including that module."""
-    return map(stack.get_submodule, itertools.accumulate(path.split("."), lambda above, name: f"{above}.{name}"))
 
 
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)

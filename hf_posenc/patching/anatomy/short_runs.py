@@ -98,6 +98,8 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> di
             raise unknown_inputs(module, f"needs {' and '.join(missing)}, which is not known")
     else:
         given = declared(module, length)
+    if "use_cache" in forward_parameters(type(module)):
+        given = given | {"use_cache": given.get("use_cache", False)}
     tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
     return given | tensors | {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
 

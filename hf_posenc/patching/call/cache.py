@@ -17,6 +17,7 @@ import copyreg
 import dataclasses
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -347,29 +348,23 @@ class SeenKeys:
         self.last = last
         self.length = length
         self.window = window
-        self._each = [
+        self.each = [
             ((lambda: None) if one is None else weakref.ref(one), None if late else _writes(one))
             for one, late in zip(keys, written, strict=True)
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of the cache contain copies of its keys, with their own count of writes.
-        keys = [reference() for reference, _ in self._each]
-        written = [_writes(one) != state for one, (_, state) in zip(keys, self._each, strict=True)]
+        keys = [reference() for reference, _ in self.each]
+        written = [_writes(one) != state for one, (_, state) in zip(keys, self.each, strict=True)]
         return SeenKeys, (keys, self.length, self.window, self.last, written)
 
     def still_in(self, keys: list[Any]) -> bool:
         """Whether these are the same keys, and nobody has written to them."""
-        if len(keys) != len(self._each):
+        if len(keys) != len(self.each):
             return False
-        pairs = zip(keys, self._each, strict=True)
+        pairs = zip(keys, self.each, strict=True)
         return all(one is reference() and _writes(one) == state for one, (reference, state) in pairs)
-
-    def all_replaced_by(self, keys: list[Tensor]) -> bool:
-        """Whether every layer has other keys, as after an operation on the whole cache."""
-        if len(keys) != len(self._each):
-            return False
-        return not any(one is reference() for one, (reference, _) in zip(keys, self._each, strict=True))
 
 
 def recorded(cache: Any) -> CachedPositions | None:
@@ -442,7 +437,9 @@ def _followed(
     known: CachedPositions, before: SeenKeys, seen: SeenKeys | None, keys: list[Tensor]
 ) -> CachedPositions | None:
     """The positions of the keys that are in a cache now, or `None` if they are not rows of those before."""
-    if seen is None or not before.all_replaced_by(keys):
+    # An operation on the whole cache gives every layer other keys.
+    known_keys = [reference() for reference, _ in before.each]
+    if seen is None or len(keys) != len(known_keys) or any(map(operator.is_, keys, known_keys)):
         return None
     old, new = before.last, seen.last
     removed = 0 if before.length is None or seen.length is None else before.length - seen.length

@@ -172,7 +172,13 @@ _FARTHEST = 2**31
 def check_cache(part: Part, state: ForwardState) -> None:
     """Refuses packed rows, caches and tokens without a place that a part cannot encode."""
     if state.of_grid:
-        _check_places(part, state)
+        if part.reads_coordinates and (state.placed is None or state.placed.coordinates is None):
+            raise UnsupportedError(
+                f"{type(part).__name__} reads the rows and columns of patches, but a layer of this model computes "
+                f"attention over {state.query_length} tokens that are not the patches of an image: they belong to "
+                "another axis (frames), or their order is unknown. Use a one-dimensional scheme (axes=1, 'rope'), or "
+                "choose layers with `layers=`."
+            )
         return
     if part.length_dependent and not torch.compiler.is_compiling() and _is_packed(state):
         PACKED_ROWS.refuse(needs_of([part]), "this scheme")
@@ -200,17 +206,6 @@ def check_cache(part: Part, state: ForwardState) -> None:
         reads = part.length_dependent and not (state.position_ids is None and _refused_growth(part, total) is None)
         for before, after in (_lengths_of_rows(state) if reads else None) or [(cached, total)]:
             part.check_cache(before, after)
-
-
-def _check_places(part: Part, state: ForwardState) -> None:
-    """Refuses tokens without places for a part that reads them."""
-    if part.reads_coordinates and (state.placed is None or state.placed.coordinates is None):
-        raise UnsupportedError(
-            f"{type(part).__name__} reads the rows and columns of patches, but a layer of this model computes "
-            f"attention over {state.query_length} tokens that are not the patches of an image: they belong to "
-            "another axis (frames), or their order is unknown. Use a one-dimensional scheme (axes=1, 'rope'), or "
-            "choose layers with `layers=`."
-        )
 
 
 def _refused_growth(part: Part, length: int) -> UnsupportedError | None:

@@ -20,12 +20,11 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
 from hf_posenc.patching.call.logit_site import check_heads, form_of_places
 from hf_posenc.patching.call.paged_requests import EAGER
-from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.encoding import LayerEncoding
+    pass
 
 
 class CrossAttention(Rebound):
@@ -36,11 +35,6 @@ class CrossAttention(Rebound):
         runtime: the runtime of the decoder.
         encoding: the scheme's parts here: a map, a bias of distance, or both.
     """
-
-    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        super().__init__(module, runtime, encoding)
-        self.calls: PerThread[LayerCall] = PerThread()
-        self._rebind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""

@@ -63,6 +63,11 @@ class Rebound(PlacedForward):
     rebound: ClassVar[tuple[str, ...]] = ("_forward",)
     _forward: Callable[..., Any]
 
+    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
+        super().__init__(module, runtime, encoding)
+        self.calls: PerThread[LayerCall] = PerThread()
+        self._rebind_forward()
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self.rebound}
 
@@ -108,12 +113,10 @@ class InterfaceAttention(Rebound, AttentionSite):
         self.operand_factors = None if operand_factors is None else operand_factors(module)
         self.native_bias = native_bias
         self.may_only_rotate = POSITION_BIAS not in names_used(type(module).forward)
-        self.calls: PerThread[LayerCall] = PerThread()
         #: The back-end of a call that has shown that only the map is needed while the bias is zero; `None` before it.
         self.near_backend: str | None = None
         #: Number of rotations so far in the rotary-only forward.
         self.rotations = 0
-        self._rebind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward with replaced globals, as few of them as the scheme needs."""

@@ -209,7 +209,10 @@ class LogitSite(PlacedForward):
                 length = new if cached is None else cached.shape[-2] + new
                 keys, _ = self._places(state, new, length, as_cached=True)
                 if not traced() and length > new and is_accepted(state.cache_object):
-                    self._require_all_tokens(keys.ids[:, :-new])
+                    before = keys.ids[:, :-new]
+                    # Some of the tokens whose angles cached keys were rotated by are gone.
+                    if bool(((before >= 0).sum(-1) <= before.amax(-1)).any()):
+                        EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
                 call.rotation = rotation.new_factors(cached, features, keys, key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
 
@@ -224,11 +227,6 @@ class LogitSite(PlacedForward):
             return key_positions(state, key_start, key_length, as_cached), slots
 
         return state.shared(("pairs", as_cached), find, query_length, key_length)
-
-    def _require_all_tokens(self, ids: Tensor) -> None:
-        """Refuses cached keys, at these positions, if some of the tokens whose angles they were rotated by are gone."""
-        if bool(((ids >= 0).sum(-1) <= ids.amax(-1)).any()):
-            EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
 
     def distance_form_of(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool

@@ -156,13 +156,14 @@ class TableOwner(Viewed, PlacedForward):
 
     def replaced(self) -> dict[str, Any]:
         """The table, with a weight that shows no number of rows that an input could exceed. Its values are not used."""
-        return {self.name: property(lambda _: self._long(getattr(self.module, self.name)))}
 
-    def _long(self, table: nn.Module) -> Any:
-        weight = table_weight(table)
-        assert weight is not None
-        # A single number takes no memory.
-        return WithOverrides(table, weight=weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1]))
+        def long(view: Any) -> Any:
+            table: Any = getattr(self.module, self.name)
+            weight: Any = table_weight(table)
+            # A single number takes no memory.
+            return WithOverrides(table, weight=weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1]))
+
+        return {self.name: property(long)}
 
 
 def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:
@@ -320,7 +321,7 @@ class SlotBuffers:
     """
 
     def __init__(self, rows_before: int) -> None:
-        self.native: dict[tuple[nn.Module, str], Tensor] = {}
+        self.native_lengths: list[tuple[nn.Module, str, int]] = []
         #: Measured before the first call, because a graph is made for the value that it finds.
         self.shortest: int | None = None
         self.rows_before = rows_before
@@ -336,7 +337,7 @@ class SlotBuffers:
             native = _length(name, buffer)
             if native >= length or (name == _MASK and not masks):
                 continue
-            self.native.setdefault((module, name), buffer)
+            self.native_lengths.append((module, name, native))
             if name == _MASK:
                 module._buffers[name] = _longer_mask(module, buffer, length)
             elif name == _PHASES:
@@ -360,12 +361,13 @@ class SlotBuffers:
         self.reach(stack, int(position_ids.max()) + 1, masks=False)
 
     def restore(self) -> None:
-        """Restores every native buffer, on its current device."""
-        for (module, name), buffer in self.native.items():
-            extended = module._buffers[name]
-            assert extended is not None
-            module._buffers[name] = buffer.to(extended)
-        self.native.clear()
+        """Restores the native length of every buffer, on its current device."""
+        for module, name, length in reversed(self.native_lengths):
+            buffer = module._buffers[name]
+            assert buffer is not None
+            within = buffer[:length] if name == _PHASES else buffer[..., :length]
+            module._buffers[name] = (within[..., :length, :] if name == _MASK else within).clone()
+        self.native_lengths.clear()
         self.shortest = None
 
 

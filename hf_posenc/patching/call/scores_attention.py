@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +55,10 @@ class ScoresAttention(AttentionSite):
         if call.state.cache_object is None:
             call.state.cache_object = first_cache((*args, *kwargs.values()))
         forward = inspect.unwrap(type(self.module).forward)
-        args, kwargs = self._without_native_bias(forward, args, kwargs)
+        if self.bias_arguments:
+            names = forward.__code__.co_varnames[1 : 1 + len(args)]
+            args = tuple(self._silenced(name, value) for name, value in zip(names, args, strict=True))
+            kwargs = {name: self._silenced(name, value) for name, value in kwargs.items()}
         seen: list[tuple[Tensor, Tensor]] = []
 
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
@@ -89,6 +91,12 @@ class ScoresAttention(AttentionSite):
             rotated = self.encoding.rotates_by_input
             return self.bias(call, *seen[0], factors, rotated=rotated).rows()
 
+        def zeros(name: str) -> property:
+            return property(lambda view: torch.zeros_like(view._parameters[name]))
+
+        subject = self.module
+        if self.zero_tables:
+            subject = view_of(subject, {name: zeros(name) for name in self.zero_tables})
         mode = ScoresMode(
             type(self.module).__name__,
             self.encoding.head_dim,
@@ -96,14 +104,15 @@ class ScoresAttention(AttentionSite):
             bias if adds_bias else None,
         )
         call.mode = mode
-        function = in_decorators(type(self.module).forward, self._rebind(forward))
+        rotary = {name: RotaryReplacement(forward.__globals__[name], self) for name in rotary_names(forward)}
+        function = in_decorators(type(self.module).forward, rebind(forward, rotary) if rotary else forward)
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
         calls = self.calls.own()
         depth = len(calls)
         try:
             calls.append(call)
             with CacheUpdateHook(cache, self.update_cache, call), mode:
-                output = function(self._subject(), *args, **kwargs)
+                output = function(subject, *args, **kwargs)
         finally:
             del calls[depth:]
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):
@@ -114,35 +123,10 @@ class ScoresAttention(AttentionSite):
         self.note_rotation(call)
         return output
 
-    def _subject(self) -> Any:
-        """The module itself, or a view of it in which its tables of relative biases are zero."""
-
-        def zeros(name: str) -> property:
-            return property(lambda view: torch.zeros_like(view._parameters[name]))
-
-        return (
-            view_of(self.module, {name: zeros(name) for name in self.zero_tables}) if self.zero_tables else self.module
-        )
-
-    def _without_native_bias(
-        self, forward: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.bias_arguments:
-            return args, kwargs
-        names = forward.__code__.co_varnames[1 : 1 + len(args)]
-        args = tuple(self._silenced(name, value) for name, value in zip(names, args, strict=True))
-        return args, {name: self._silenced(name, value) for name, value in kwargs.items()}
-
     def _silenced(self, name: str, value: Any) -> Any:
         silenced = name in self.bias_arguments and isinstance(value, Tensor)
         # One number, which fits any scores: some models build a bias for their native length.
         return value.new_zeros((1,) * value.dim()) if silenced else value
-
-    def _rebind(self, forward: types.FunctionType) -> types.FunctionType:
-        names = rotary_names(forward)
-        if not names:
-            return forward
-        return rebind(forward, {name: RotaryReplacement(forward.__globals__[name], self) for name in names})
 
     def update_cache(self, call: LayerCall, *args: Any, **kwargs: Any) -> Any:
         """As in other layers. The products of the scheme and of the cache are not those of queries and keys."""

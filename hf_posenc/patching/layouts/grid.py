@@ -26,7 +26,6 @@ from hf_posenc.patching.layouts.grid_native import BIAS_TABLE, GridBias, find_bi
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,
     GridTableSite,
-    PictureSite,
     ProjectionSite,
     refuses_other_sizes,
 )
@@ -197,16 +196,14 @@ class Grid(Layout):
         runtime = encoding.runtime
         self._install_projection(stack, runtime, journal)
         for first in self.vector_sites(stack):
-            tables = [table for table in self.tables if table.module is first.module]
-            alone = len(self.tables) == 1
-            site = GridTableSite(first.module, tables, self.tables[0], runtime, encoding.additive, alone=alone)
+            site = GridTableSite(first.module, self.tables, runtime, encoding.additive)
             if first.module is stack.module:
                 runtime.viewed = site
             else:
                 journal.set_forward(first.module, site)
-            for table in tables:
-                journal.freeze(table.module, table.name)
-                report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
+        for table in self.tables:
+            journal.freeze(table.module, table.name)
+            report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
         in_order = self.in_raster_order(encoding.acting_parts())
         if in_order:
             report.positions = f"patches are numbered row by row for {' and '.join(in_order)}. {TWO_DIMENSIONAL}"
@@ -236,7 +233,7 @@ class Grid(Layout):
         for module in stack.module.modules():
             inside = any(child is self.projection for child in module.children())
             if inside and id(module) not in owners and refuses_other_sizes(module):
-                journal.set_forward(module, PictureSite(module, runtime))
+                journal.set_forward(module, GridTableSite(module, self.tables, runtime, None))
 
     def rotary_site(self, module: nn.Module, runtime: Any, *, unused: bool) -> Any:
         """Records the coordinates that the model passes to a rotary module."""

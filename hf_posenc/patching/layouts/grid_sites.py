@@ -55,43 +55,11 @@ class ProjectionSite(PlacedForward):
         return output
 
 
-class PictureSite(Viewed, PlacedForward):
-    """Stands in for the `forward` of a module that would refuse pictures of a size other than that in its config."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward as if its size were that of the pictures of the call."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
-        _note_size(self.runtime, args, kwargs)
-        return type(self.module).forward(self.view, *args, **kwargs)
-
-    def replaced(self) -> dict[str, Any]:
-        """The size of the pictures."""
-        return _size_of_call(self.module, self.runtime)
-
-
 def refuses_other_sizes(module: nn.Module) -> bool:
     """Whether a module compares the sizes of pictures with those of its config, to suit a position table."""
     size = module.__dict__.get(_SIZE)
     own: Any = type(module).forward
     return isinstance(size, tuple | list) and _SIZE in names_used(own) and OTHER_SIZES not in names_used(own)
-
-
-def _note_size(runtime: StackRuntime, args: Any, kwargs: dict[str, Any]) -> None:
-    """Records the sizes of the pictures that a module with a fixed size gets."""
-    if isinstance(runtime.state, GridState):
-        runtime.state.pixels = pixels_among((*args, *kwargs.values()))
-
-
-def _size_of_call(module: nn.Module, runtime: StackRuntime) -> dict[str, Any]:
-    """The property of a view of a module with a fixed size: the recorded `(height, width)`, in pixels."""
-
-    def size(view: Any) -> Any:
-        state = runtime.state
-        known = isinstance(state, GridState) and state.pixels is not None
-        return state.pixels if known else module.__dict__[_SIZE]  # type: ignore[union-attr]
-
-    return {_SIZE: property(size)}
 
 
 class GridRotarySite(PlacedForward):
@@ -135,33 +103,29 @@ def _numbered(phases: Any) -> Any:
 
 
 class GridTableSite(Viewed, PlacedForward):
-    """Stands in for the `forward` of a module that owns position tables over a grid.
+    """Stands in for the `forward` of a module that owns tables over a grid, or refuses pictures of another size.
 
     Args:
         module: the module.
-        tables: its tables.
-        main: the table of the stack that becomes the vectors of the scheme, if it is among them; others become zeros.
+        tables: the tables of its stack. The first becomes the vectors of the scheme, and others become zeros.
         runtime: the runtime of its stack.
         additive: the scheme's part, or `None` for no position encoding.
-        alone: whether the stack has no other table. With several tables, one may have a row per frame.
     """
 
     def __init__(
         self,
         module: nn.Module,
         tables: Sequence[OwnedTable],
-        main: OwnedTable,
         runtime: StackRuntime,
         additive: AdditiveEncoding | None,
-        *,
-        alone: bool,
     ) -> None:
         super().__init__(module, runtime)
-        self.prefix_rows = {table.name: table.prefix_rows for table in tables}
-        self.hidden_size = main.weight.shape[-1]
-        self.main = main.name if main.module is module else None
+        self.prefix_rows = {table.name: table.prefix_rows for table in tables if table.module is module}
+        self.hidden_size = tables[0].weight.shape[-1] if tables else 0
+        self.main = tables[0].name if tables and tables[0].module is module else None
         self.additive = additive
-        self.alone = alone
+        #: Whether the stack has no other table. With several tables, one may have a row per frame.
+        self.alone = len(tables) == 1
         self.compares_sizes = refuses_other_sizes(module)
         self.resizes = any(hasattr(module, name) for name in (*_INTERPOLATIONS, *_MAPS, _RESIZING))
         #: Whether the module reads its table at other places than the patches, and adds the result last.
@@ -176,8 +140,8 @@ class GridTableSite(Viewed, PlacedForward):
         # Perceiver's text tables have the argument too, but are never called with pixels or a size.
         if OTHER_SIZES in names and any(isinstance(value, Tensor | tuple) for value in named.values()):
             args, kwargs = (), named | {OTHER_SIZES: True}
-        if self.compares_sizes:
-            _note_size(self.runtime, args, kwargs)
+        if self.compares_sizes and isinstance(self.runtime.state, GridState):
+            self.runtime.state.pixels = pixels_among((*args, *kwargs.values()))
         output = type(self.module).forward(self.view, *args, **kwargs)
         return self._with_vectors(output) if self.resamples and self.main is not None else output
 
@@ -189,11 +153,13 @@ class GridTableSite(Viewed, PlacedForward):
         return output + vectors.view(-1, *output.shape[1:]) if output.dim() == 3 else output + vectors[0]
 
     def replaced(self) -> dict[str, Any]:
-        """The tables, and the methods that resize them or drop patches."""
+        """The tables, the methods that resize them or drop patches, and a size that is compared with pictures."""
         module, main = self.module, self.main
         replaced: dict[str, Any] = {name: self._in_place_of(name) for name in self.prefix_rows}
         if self.compares_sizes:
-            replaced |= _size_of_call(module, self.runtime)
+            replaced[_SIZE] = property(
+                lambda view: getattr(self.runtime.state, "pixels", None) or module.__dict__[_SIZE]
+            )
         if main is not None:
             methods: dict[str, Callable[..., Tensor]] = dict.fromkeys(_INTERPOLATIONS, self._as_table)
             for name, vectors in (methods | dict.fromkeys(_MAPS, self._map) | {_RESIZING: self._resized}).items():

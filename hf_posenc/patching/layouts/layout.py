@@ -235,8 +235,6 @@ class Text(Layout):
         known = MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
         chooses = any(kind.__name__ in known for kind in type(module).__mro__)
         given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if chooses else tokens}
-        if "use_cache" in parameters:
-            given["use_cache"] = False
         given |= _encoded(module, length)
         if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             given["decoder_input_ids"] = tokens

@@ -173,19 +173,15 @@ class Series(Layout):
             runtime.viewed = InputView(stack.module, self.fixed_input, runtime)
         sources: list[VectorModule | OwnedTable] = [*self.vectors, *self.tables]
         for source in sources:
-            kind = type(source.module).__name__
+            site: Any = ParameterSite if isinstance(source, OwnedTable) else source.site
+            journal.set_forward(source.module, site(source, runtime, additive))
             if isinstance(source, OwnedTable):
-                site: Any = ParameterSite(source, runtime, additive)
                 journal.freeze(source.module, source.name)
-                path, what = source.full_name, f"position table ({kind})"
             else:
-                site = source.site(source, runtime, additive)
                 journal.freeze_all(source.module)
-                path, what = source.path, f"{source.site.description} ({kind})"
-            journal.set_forward(source.module, site)
-            report.replaced.append(f"{path}: {what}")
+            report.replaced.append(f"{source.full_name}: {site.description} ({type(source.module).__name__})")
             if additive is not None:
-                report.placed.append(f"additive: {path}")
+                report.placed.append(f"additive: {source.full_name}")
             additive = None
         if self.mixes_neighbours:
             report.kept.append(_NEIGHBOURS)
@@ -405,6 +401,8 @@ class LengthSite(_Vectors):
 
 class ParameterSite(_Vectors):
     """Stands in for a module that adds a parameter with a row per token: the module finds the vectors in its place."""
+
+    description = "position table"
 
     def __call__(self, embeddings: Tensor) -> Any:
         """`embeddings` are `(..., length, hidden)`."""

@@ -271,8 +271,8 @@ def _with_schemes(module: nn.Module, schemes: list[nn.Module], recurse: bool = T
 
 #: Styles of a tensor-parallel plan that give every process all heads of a projection.
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-#: Styles of a tensor-parallel plan that give a module only some of the tokens.
-_SEQUENCE = ("sequence_parallel",)
+#: The style of a tensor-parallel plan that gives a module only some of the tokens.
+_SEQUENCE = "sequence_parallel"
 
 
 def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
@@ -291,7 +291,13 @@ def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
     plan = getattr(model, "tp_plan", None) or {}
     paths = {id(module): path for path, module in model.named_modules()}
     sites = [site for site in encoding.record.placed(AttentionSite) if site.encoding.shard is None]
-    _refuse_split_sequences(plan, encoding)
+    rule = next((name for name, style in plan.items() if style == _SEQUENCE), None)
+    if rule is not None:
+        raise UnsupportedError(
+            f"The tensor-parallel plan of this model splits sequences between processes ({rule!r}: {_SEQUENCE!r}), so "
+            "a layer sees only some of the tokens and their positions are unknown. "
+            f"{encoding.config.name!r} needs all tokens: remove the sequence-parallel rules from the plan."
+        )
     known: dict[int, Part] = {}
     for site in sites:
         shard = _shard(site, paths[id(site.module)], plan, mesh)
@@ -318,16 +324,6 @@ def _broadcast_parameters(encoding: PositionEncoding, mesh: Any) -> None:
     for parameter in encoding.parameters():
         if parameter.device.type != "meta" and not hasattr(parameter, "device_mesh"):
             torch.distributed.broadcast(parameter.data, group_src=0, group=group)
-
-
-def _refuse_split_sequences(plan: dict[str, str], encoding: PositionEncoding) -> None:
-    rules = [name for name, style in plan.items() if style in _SEQUENCE]
-    if rules:
-        raise UnsupportedError(
-            f"The tensor-parallel plan of this model splits sequences between processes ({rules[0]!r}: "
-            f"{plan[rules[0]]!r}), so a layer sees only some of the tokens and their positions are unknown. "
-            f"{encoding.config.name!r} needs all tokens: remove the sequence-parallel rules from the plan."
-        )
 
 
 def _shard(site: AttentionSite, path: str, plan: dict[str, str], mesh: Any) -> HeadShard | None:
@@ -379,9 +375,6 @@ def _split(encoding: LayerEncoding, shard: HeadShard, known: dict[int, Part]) ->
     )
 
 
-_FSDP = "torch.distributed.fsdp"
-
-
 def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_native: bool) -> None:
     """Gives the adaption prompts of a patched model, which have no positions, the phases of its queries.
 
@@ -401,14 +394,9 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
     FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
     each process would initialise its own and train them on its part of the batch only.
     """
-    if not _is_sharded(model) or all(hasattr(weight, "device_mesh") for weight in encoding.parameters()):
+    if "torch.distributed.fsdp" not in sys.modules or all(hasattr(one, "device_mesh") for one in encoding.parameters()):
         return
-    SHARDED_WEIGHTS.refuse(encoding.needs(), encoding.label)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    if _FSDP not in sys.modules:
-        return False
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        SHARDED_WEIGHTS.refuse(encoding.needs(), encoding.label)

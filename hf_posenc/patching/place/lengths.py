@@ -117,7 +117,9 @@ def _initialize(
     stated = _stated(model, stacks)
     native = native_length(model, stacks)
     reach = encoding.reach([stack.name for stack in stacks])
-    lengths = Lengths(native, native, reach, _rows_before(stacks, stated), names=tuple(stated))
+    tables = (table for stack in stacks for table in stack.tables)
+    rows_before = next((table.origin for table in tables if table.weight.shape[0] in stated.values()), 0)
+    lengths = Lengths(native, native, reach, rows_before, names=tuple(stated))
     wanted = native
     if before is not None and before.chosen is not None:
         wanted = lengths.chosen = before.chosen
@@ -259,11 +261,6 @@ def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
     names = SOURCE_NAMES if all(stack.layout.has_own_length for stack in stacks) else NAMES
     configs = [stack.config for stack in stacks]
     return find_lengths(model.config, configs, names) or find_lengths(model.config, configs, NAMES)
-
-
-def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
-    tables = (table for stack in stacks for table in stack.tables)
-    return next((table.origin for table in tables if table.weight.shape[0] in stated.values()), 0)
 
 
 def _is_native_length(config: SchemeConfig, made_for: int, stacks: list[Stack], native: int) -> bool:

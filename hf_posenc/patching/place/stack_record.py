@@ -171,13 +171,11 @@ class StackRecord:
             )
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
-        for part in self.encoding.modules():
-            untouched = (
-                STATED_METHODS.isdisjoint(vars(part)) and not part._forward_pre_hooks and not part._forward_hooks
-            )
-            if isinstance(part, Part) and not untouched and (ignored := overlooked(part)):
+        for part in (one for one in self.encoding.modules() if isinstance(one, Part)):
+            touched = part._forward_pre_hooks or part._forward_hooks or not STATED_METHODS.isdisjoint(vars(part))
+            if touched and (ignored := overlooked(part)):
                 return ignored
-            if isinstance(part, Part) and part._stated_about["forward"] is not type(part).forward:
+            if part._stated_about["forward"] is not type(part).forward:
                 part.check_statements()
         moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:

@@ -81,7 +81,7 @@ class Architecture:
     rotary_method: str | None = None
     pairing: str | None = None
     mechanism: str | None = None
-    head_shape: Callable[[nn.Module, Any], tuple[int, int]] | None = None
+    head_shape: Callable[[Any, Any], tuple[int, int]] | None = None
     key_value_heads: Callable[[nn.Module], int] | None = None
     time_major: bool = False
     channels_first: bool = False

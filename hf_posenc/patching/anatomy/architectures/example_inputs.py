@@ -62,7 +62,7 @@ def patches_in_a_strip(module: Any, tokens: int) -> dict[str, Any]:
 
 def words_on_a_page(module: Any, tokens: int) -> dict[str, Any]:
     """Words in one box, and the same words for a decoder."""
-    given: dict[str, Any] = {"input_ids": words(tokens), "use_cache": False}
+    given: dict[str, Any] = {"input_ids": words(tokens)}
     if module.config.is_encoder_decoder:
         given["decoder_input_ids"] = words(tokens)
     if not module.config.is_decoder:
@@ -83,7 +83,6 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
         "input_ids": words(tokens),
         "image_encoder_embeddings": numbers(1, 1, SIDE, module.config.vision_config.embed_dim),
         "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
-        "use_cache": False,
     },
     # Two bytes in each patch.
     ("blt_local_encoder",): lambda module, tokens: {
@@ -156,23 +155,18 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
         "inputs_embeds": numbers(1, tokens, module.config.hidden_size),
         "num_patches": tokens,
     },
-    ("csm",): lambda module, tokens: {"input_ids": _codes(tokens, module.config.num_codebooks), "use_cache": False},
+    ("csm",): lambda module, tokens: {"input_ids": _codes(tokens, module.config.num_codebooks)},
     # A word precedes the codes.
-    ("kyutai_speech_to_text",): lambda module, tokens: {
-        "input_ids": _codes(tokens, module.config.num_codebooks + 1),
-        "use_cache": False,
-    },
+    ("kyutai_speech_to_text",): lambda module, tokens: {"input_ids": _codes(tokens, module.config.num_codebooks + 1)},
     # A text for the encoder, and one code of each channel for the decoder.
     ("dia",): lambda module, tokens: {
         "input_ids": words(tokens),
         "decoder_input_ids": _codes(tokens, module.config.decoder_config.num_channels),
-        "use_cache": False,
     },
     # An embedding of the delay of the transcript.
     ("voxtral_realtime_text",): lambda module, tokens: {
         "input_ids": words(tokens),
         "t_cond": numbers(1, module.config.hidden_size),
-        "use_cache": False,
     },
     ("pe_audio_encoder", "omniasr_audio"): lambda module, tokens: {"input_values": numbers(1, 1, SAMPLES)},
     ("voxtral_realtime_encoder",): lambda module, tokens: {

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import (
     Architecture,
     no_bias,
@@ -111,15 +110,6 @@ def _deberta_native(stack: Stack) -> SchemeConfig | None:
     return ComposedConfig(parts=(*vectors, scheme)) if vectors else scheme
 
 
-def _sew_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        f"{type(stack.module).__name__} computes positions with a convolution over neighbouring embeddings, besides "
-        "disentangled attention. They depend on the content of the sequence, so no scheme of this library describes "
-        "them. 'disentangled' can be trained in their place, as any other scheme, and unpatch_model restores the "
-        "native mechanisms."
-    )
-
-
 @torch.no_grad()
 def _deberta_tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     """`(terms, heads, rows, head_dim)` float32: the projected vectors of the keys, then those of the queries."""
@@ -201,11 +191,6 @@ def _udop_native(stack: Stack) -> SchemeConfig | None:
     )
 
 
-def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
-    # Attention computes only some of the heads; a convolution replaces the others.
-    return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
-
-
 def plain_heads(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -270,7 +255,12 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("sew-d",): Architecture(
         mechanism="disentangled attention",
         silence=_silence_deberta,
-        native=_sew_native,
+        native=no_native(
+            "SEW-D computes positions with a convolution over neighbouring embeddings, besides disentangled attention. "
+            "They depend on the content of the sequence, so no scheme of this library describes them. 'disentangled' "
+            "can be trained in their place.",
+            "them",
+        ),
         logit_terms=_deberta_logit_terms,
     ),
     ("longformer",): Architecture(sparse=("LongformerSelfAttention",)),
@@ -351,7 +341,8 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         kept=("the bias of places on the page",),
     ),
     ("squeezebert",): Architecture(channels_first=True),
-    ("convbert",): Architecture(head_shape=_convbert_heads),
+    # Attention computes only some of the heads; a convolution replaces the others.
+    ("convbert",): Architecture(head_shape=lambda module, _: (module.num_attention_heads, module.attention_head_size)),
     ("diffusion_gemma",): Architecture(limits=CACHE_OF_OTHERS),
     ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
     ("udop",): Architecture(
