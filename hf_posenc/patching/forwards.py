@@ -34,16 +34,10 @@ def is_of_transformers(module_name: str) -> bool:
     return module_name.split(".")[0] in _OWN_PACKAGES
 
 
-def rotary_names(forward: types.FunctionType) -> list[str]:
-    """Names of the rotary functions that a forward calls."""
-    names = forward.__code__.co_names
-    return [name for name in names if "apply_rotary" in name and callable(forward.__globals__.get(name))]
-
-
-def relative_names(forward: types.FunctionType) -> list[str]:
-    """Names of the functions `(module, query, key, ...) -> (query, bias)` that a forward calls for a relative bias."""
-    names = forward.__code__.co_names
-    return [name for name in names if name.startswith("_apply_relative") and callable(forward.__globals__.get(name))]
+def functions_called(forward: types.FunctionType, named: str = "apply_rotary") -> dict[str, Any]:
+    """The functions that a forward calls by global names which contain `named`; by default the rotary functions."""
+    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if named in name}
+    return {name: function for name, function in found.items() if callable(function)}
 
 
 def names_used(forward: Any) -> frozenset[str]:

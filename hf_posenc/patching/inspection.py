@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.config_entry import at_native_lengths
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, difference
+from hf_posenc.patching.place.encoding import current_encoding, difference
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import ordinary_context
@@ -302,10 +302,6 @@ def engine_problem(model: Any, engine: Environment) -> str:
     """Why an engine cannot run the scheme of a patched model, as a clause about the scheme; empty if it can."""
     encoding = current_encoding(model)
     assert encoding is not None
-    return _model_problem(encoding) or next(stack.problems[engine.name] for stack in encoding.stacks.values())
-
-
-def _model_problem(encoding: PositionEncoding) -> str:
     if encoding.config.part_names is not None:
         return "the plug-in runs text-only models, and this model has parts for images or sound"
     layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
@@ -317,4 +313,4 @@ def _model_problem(encoding: PositionEncoding) -> str:
                 f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "
                 "which the engine needs to call its kernels"
             )
-    return ""
+    return next(stack.problems[engine.name] for stack in encoding.stacks.values())

@@ -27,9 +27,9 @@ from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable, Rela
 from hf_posenc.patching.anatomy.weights import stored
 from hf_posenc.patching.forwards import (
     INTERFACE,
+    functions_called,
     is_of_transformers,
     names_used,
-    rotary_names,
     unknown_seam,
 )
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
@@ -135,7 +135,7 @@ def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int)
         layer_type = layer_types[found.layer]
     return dataclasses.replace(
         found,
-        rotary_functions=rotary_names(inspect.unwrap(type(module).forward)),
+        rotary_functions=[*functions_called(inspect.unwrap(type(module).forward))],
         num_cached_heads=min(first_int(module, _KEY_HEADS) or found.num_cached_heads, found.num_cached_heads),
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, stack),

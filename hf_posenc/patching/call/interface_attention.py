@@ -41,11 +41,10 @@ from hf_posenc.patching.call.split_sequence import attend_split
 from hf_posenc.patching.forwards import (
     INTERFACE,
     PlacedForward,
+    functions_called,
     in_decorators,
     names_used,
     rebind,
-    relative_names,
-    rotary_names,
     unknown_seam,
 )
 
@@ -198,10 +197,11 @@ class InterfaceAttention(Rebound, AttentionSite):
     def _rebind_forward(self) -> None:
         """The rotary-only forward replaces just the rotary functions, and records nothing about the call."""
         forward = inspect.unwrap(self._decorated)
-        rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
+        rotary = functions_called(forward)
         replaced: dict[str, Any] = {name: RotaryReplacement(function, self) for name, function in rotary.items()}
         # These return a query and its relative bias.
-        replaced |= dict.fromkeys(relative_names(forward), lambda module, query, *others: (query, None))
+        relative = functions_called(forward, "_apply_relative")
+        replaced |= dict.fromkeys(relative, lambda module, query, *others: (query, None))
         self._forward = self._with_globals(replaced | {INTERFACE: InterfaceReplacement(self)})
         fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
         self._rotary_only_forward = self._with_globals(fast)

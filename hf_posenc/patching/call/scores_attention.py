@@ -14,7 +14,7 @@ from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.interface_attention import RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
-from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
+from hf_posenc.patching.forwards import functions_called, in_decorators, rebind, unknown_seam, view_of
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -104,7 +104,7 @@ class ScoresAttention(AttentionSite):
             bias if adds_bias else None,
         )
         call.mode = mode
-        rotary = {name: RotaryReplacement(forward.__globals__[name], self) for name in rotary_names(forward)}
+        rotary = {name: RotaryReplacement(one, self) for name, one in functions_called(forward).items()}
         function = in_decorators(type(self.module).forward, rebind(forward, rotary) if rotary else forward)
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
         calls = self.calls.own()

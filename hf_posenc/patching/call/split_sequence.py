@@ -90,7 +90,9 @@ class SplitSequence:
                 "need a mask. Pass rows of equal length without padding."
             )
         if state.cache_object is not None:
-            state.shared("disowned", lambda: _disown(state))
+            # The cache has the keys of one process, so it refuses later tokens.
+            disowned = CachedPositions(state.query_length, unknown=torch.ones(()).bool())
+            state.shared("disowned", lambda: record(self_attention_cache(state.cache_object), disowned))
         if mask is not None and not state.shared("mask fits", lambda: self._fits(state, mask, causal), mask=mask):
             raise UnsupportedError(
                 f"{_WITH_BIAS}the mask of this layer hides earlier tokens or shows later ones, and each process has "
@@ -109,12 +111,6 @@ class SplitSequence:
         if state.attention_mask is not None:
             wrong = wrong & (state.attention_mask != 0)[:, None, :, None]
         return not bool(wrong.any())
-
-
-def _disown(state: ForwardState) -> bool:
-    """Makes a cache refuse later tokens: it has the keys of one process."""
-    record(self_attention_cache(state.cache_object), CachedPositions(state.query_length, unknown=torch.ones(()).bool()))
-    return True
 
 
 class _Gathered(torch.autograd.Function):

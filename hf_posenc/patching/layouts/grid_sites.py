@@ -77,21 +77,12 @@ class GridRotarySite(PlacedForward):
         state = self.runtime.state
         if self.retired or not isinstance(state, GridState) or not isinstance(position_ids, Tensor):
             return phases
-        coordinates = _axes_first(position_ids)
-        if coordinates is None:
-            return phases
+        if position_ids.dim() != 2 or not any(size in (2, 3) for size in position_ids.shape):
+            return phases  # The positions have one axis.
+        coordinates = position_ids.T if position_ids.shape[1] in (2, 3) else position_ids
         state.coordinates = coordinates.unsqueeze(1).long()
         state.numbered = True
         return _numbered(phases)
-
-
-def _axes_first(position_ids: Tensor) -> Tensor | None:
-    """`(axes, tokens)` from either order of the axes; `None` for positions on one axis."""
-    if position_ids.dim() != 2:
-        return None
-    if position_ids.shape[1] in (2, 3):
-        return position_ids.T
-    return position_ids if position_ids.shape[0] in (2, 3) else None
 
 
 def _numbered(phases: Any) -> Any:

@@ -262,18 +262,14 @@ def _values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     return numbers(*shape)
 
 
-def _past_length(model: PreTrainedModel) -> int:
-    lags = getattr(model.config, "lags_sequence", None) or [0]
-    length = first_int(model.config, ("context_length",), 64) + max(lags)
-    # A model of many channels accepts its own length only; others accept any number of patches.
-    patch = 0 if hasattr(model.config, "num_input_channels") else first_int(model.config, ("patch_length",), 0)
-    return max(length, _PATCHES * patch)
-
-
 def _past_values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
-    channels = getattr(model.config, "num_input_channels", None)
-    shape = (1, _past_length(model)) if channels is None else (1, _past_length(model), int(channels))
-    return numbers(*shape)
+    config = model.config
+    channels = getattr(config, "num_input_channels", None)
+    length = first_int(config, ("context_length",), 64) + max(getattr(config, "lags_sequence", None) or [0])
+    if not hasattr(config, "num_input_channels"):
+        # A model of many channels accepts its own length only; others accept any number of patches.
+        length = max(length, _PATCHES * first_int(config, ("patch_length",), 0))
+    return numbers(1, length) if channels is None else numbers(1, length, int(channels))
 
 
 def _patches(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:

@@ -372,7 +372,8 @@ torch.serialization.add_safe_globals([SchemeName])
 def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
     """Adds the scheme to the names of a model, until the patch is undone. A model without a name is not changed."""
     entry = encoding.config.to_dict()
-    for target, attribute in _places(model):
+    models = [(module, "name_or_path") for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for target, attribute in [(model.config, "_name_or_path"), *models]:
         name = target.__dict__.get(attribute)
         if not isinstance(name, str) or not name:
             continue
@@ -412,8 +413,3 @@ def _length(encoding: PositionEncoding) -> int | None:
 def _marks(encoding: PositionEncoding) -> list[Any]:
     names = ("_name_or_path", "name_or_path")
     return [change for change in encoding.record.journal.changes if change.attribute in names]
-
-
-def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [(model.config, "_name_or_path"), *((module, "name_or_path") for module in models)]

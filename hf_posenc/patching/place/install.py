@@ -303,7 +303,10 @@ def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
         shard = _shard(site, paths[id(site.module)], plan, mesh)
         if shard is not None:
             site.encoding = _split(site.encoding, shard, known)
-    _broadcast_parameters(encoding, mesh)
+    for parameter in encoding.parameters():
+        # Each process has initialised its own.
+        if parameter.device.type != "meta" and not hasattr(parameter, "device_mesh"):
+            torch.distributed.broadcast(parameter.data, group_src=0, group=mesh.get_group())
 
 
 def _mesh(model: nn.Module) -> Any:
@@ -315,15 +318,6 @@ def _mesh(model: nn.Module) -> Any:
         return manager.get_mesh("tp")
     mesh: Any = model._device_mesh
     return mesh if mesh.ndim == 1 else mesh["tp"]
-
-
-@torch.no_grad()
-def _broadcast_parameters(encoding: PositionEncoding, mesh: Any) -> None:
-    """Copies the parameters of the first process to all others, because each has initialised its own."""
-    group = mesh.get_group()
-    for parameter in encoding.parameters():
-        if parameter.device.type != "meta" and not hasattr(parameter, "device_mesh"):
-            torch.distributed.broadcast(parameter.data, group_src=0, group=group)
 
 
 def _shard(site: AttentionSite, path: str, plan: dict[str, str], mesh: Any) -> HeadShard | None:
