@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -113,16 +114,20 @@ WEIGHT_NAMES = ("weight", "weights")
 
 def table_weight(module: nn.Module) -> Tensor | None:
     """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
+    name = next(_names_of_tables(module), None)
+    return None if name is None else getattr(module, name)
+
+
+def _names_of_tables(module: nn.Module) -> Iterator[str]:
     for name in WEIGHT_NAMES:
         value = getattr(module, name, None)
         if isinstance(value, Tensor) and value.dim() == 2:
-            return value
-    return None
+            yield name
 
 
 def _stored_table(module: nn.Module) -> Tensor:
-    weight = table_weight(module)
-    return stored(module, next(name for name in WEIGHT_NAMES if getattr(module, name, None) is weight))
+    # By name, because the weight of PEFT's wrapper is another tensor each time.
+    return stored(module, next(_names_of_tables(module)))
 
 
 def table_origin(module: nn.Module) -> int:

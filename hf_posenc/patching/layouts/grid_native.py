@@ -92,12 +92,6 @@ class GridBias(NamedModule):
             return stored(self.module, BIAS_TABLE)
         return None
 
-    @property
-    def window(self) -> tuple[int, int] | None:
-        """The sizes of the window that the table is for."""
-        size = getattr(self.module, "window_size", None)
-        return sides(size) if isinstance(size, int | tuple | list) else None
-
     def acts_on(self, attention_path: str) -> bool:
         """Whether the bias belongs to an attention module: it is inside it, next to it, or above it."""
         owner = self.path.rpartition(".")[0] if self.kind == "module" else self.path
@@ -169,7 +163,8 @@ def _bias_of_layer(bias: GridBias, shared: bool) -> SchemeConfig:
     Raises:
         UnsupportedError: for a window of another form.
     """
-    table, window = bias.table, bias.window
+    table, size = bias.table, getattr(bias.module, "window_size", None)
+    window = sides(size) if isinstance(size, int | tuple | list) else None
     assert table is not None
     if bias.kind == "network" and window is not None:
         # The network reads displacements as a share of the window that it was pretrained with.
