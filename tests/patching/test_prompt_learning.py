@@ -123,4 +123,4 @@ def test_a_prefix_cannot_say_what_a_scheme_adds_to_keys(scheme: str, part: str, 
     with pytest.raises(UnsupportedError, match=reason) as refusal:
         tuned("prefix", scheme, num_key_value_heads=2)(input_ids=batch()[0])
     assert f"width {width}." in str(refusal.value)
-    assert "Use LoRA or prompt tuning with this scheme" in str(refusal.value)
+    assert "use LoRA or prompt tuning with this scheme" in str(refusal.value)
