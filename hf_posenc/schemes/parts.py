@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ class Part(nn.Module):
     length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
+    #: How the part's own learned parameters start, by name.
+    _starts: dict[str, Callable[[Tensor], object]]
     # The methods of the class when its statements were last compared with them.
     _stated_about: ClassVar[dict[str, Any]]
 
@@ -194,6 +197,28 @@ class Part(nn.Module):
         kind = type(self)
         if kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
             kind._withdraw_statements()
+
+    def learned(
+        self, name: str, shape: int | Sequence[int], start: Callable[..., object] = nn.init.normal_, **options: Any
+    ) -> nn.Parameter:
+        """A new parameter, which `start` fills now and in `reset_parameters`.
+
+        Args:
+            name: the attribute that holds it.
+            shape: its sizes.
+            start: takes the parameter and the options, like the functions of `torch.nn.init`.
+            **options: those of `start`.
+        """
+        parameter = nn.Parameter(torch.empty(shape))
+        starts = vars(self).setdefault("_starts", {})
+        starts[name] = functools.partial(start, **options)
+        starts[name](parameter)
+        return parameter
+
+    def reset_parameters(self) -> None:
+        """Starts the learned parameters of this part again, for example after it was built on the meta device."""
+        for name, start in vars(self).get("_starts", {}).items():
+            start(getattr(self, name))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.

@@ -1,4 +1,4 @@
-"""Learned weights that start from a normal distribution, tables that take over a stock table, and stacked weights."""
+"""Tables that take over a stock table, copies of initial weights, and stacked weights."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def stacked(layers: Sequence[Any]) -> Any:
     return made
 
 
-class NormalWeights(nn.Module):
-    """Mixin of parts whose own parameters are all drawn from one normal distribution."""
-
-    #: Standard deviation of new entries.
-    initializer_range: float
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        for weight in self.parameters(recurse=False):
-            nn.init.normal_(weight, std=self.initializer_range)
+def of_stacked(layers: Sequence[Any], *inputs: Any) -> Tensor:
+    """What several layers compute together, by a `forward` that takes weights with an axis of layers in front."""
+    result: Tensor = stacked(layers).forward(*inputs)
+    return result
 
 
-class NativeTable(NormalWeights):
+@torch.no_grad()
+def copied_(weight: Tensor, values: Tensor) -> None:
+    """Sets a weight to the values that it starts with, which are on the CPU."""
+    weight.copy_(values)
+
+
+class NativeTable(nn.Module):
     """Mixin of parts with one table, which takes over a stock table of the same shape."""
 
     weight: nn.Parameter

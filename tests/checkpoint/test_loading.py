@@ -247,10 +247,14 @@ class TestHeaders:
         self, shards: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         devices = []
-        reset = LearnedEncoding.reset_parameters
-        monkeypatch.setattr(
-            LearnedEncoding, "reset_parameters", lambda part: (devices.append(part.weight.device.type), reset(part))
-        )
+        learned = LearnedEncoding.learned
+
+        def noted(*arguments: Any, **options: Any) -> torch.nn.Parameter:
+            made = learned(*arguments, **options)
+            devices.append(made.device.type)
+            return made
+
+        monkeypatch.setattr(LearnedEncoding, "learned", noted)
         LlamaForCausalLM.from_pretrained(shards)
         # First without memory, to compare the shapes with those in the files.
         assert devices == ["meta", "cpu"]
