@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
@@ -41,6 +40,7 @@ from hf_posenc.schemes.statements import (
     symmetric_by_methods,
     withdraw_statements,
 )
+from hf_posenc.schemes.weights import LearnedWeights
 
 
 class DeviceConstant:
@@ -147,7 +147,7 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
-class Part(nn.Module):
+class Part(LearnedWeights):
     """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
 
     Most parts of this package are built from two values, the config with their options and the place in a model.
@@ -172,8 +172,6 @@ class Part(nn.Module):
     length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
-    #: How the part's own learned parameters start, by name.
-    _starts: dict[str, Callable[[Tensor], object]]
     # The methods of the class when its statements were last compared with them.
     _stated_about: ClassVar[dict[str, Any]]
 
@@ -197,28 +195,6 @@ class Part(nn.Module):
         kind = type(self)
         if kind._stated_about != {name: getattr(kind, name, None) for name in STATED_METHODS}:
             kind._withdraw_statements()
-
-    def learned(
-        self, name: str, shape: int | Sequence[int], start: Callable[..., object] = nn.init.normal_, **options: Any
-    ) -> nn.Parameter:
-        """A new parameter, which `start` fills now and in `reset_parameters`.
-
-        Args:
-            name: the attribute that holds it.
-            shape: its sizes.
-            start: takes the parameter and the options, like the functions of `torch.nn.init`.
-            **options: those of `start`.
-        """
-        parameter = nn.Parameter(torch.empty(shape))
-        starts = vars(self).setdefault("_starts", {})
-        starts[name] = functools.partial(start, **options)
-        starts[name](parameter)
-        return parameter
-
-    def reset_parameters(self) -> None:
-        """Starts the learned parameters of this part again, for example after it was built on the meta device."""
-        for name, start in vars(self).get("_starts", {}).items():
-            start(getattr(self, name))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.
