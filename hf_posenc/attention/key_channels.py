@@ -82,15 +82,10 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
     if count > 1:
         channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
     if num_heads == key.shape[1]:
-        return plain, in_float32(channels)
+        return plain, channels.float()
     if num_heads < key.shape[1]:
         channels = channels[:, :: key.shape[1] // num_heads]
     if num_features > 1:
         channels = channels.unflatten(-1, (-1, num_features))
     features = channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features)
-    return plain, in_float32(features)
-
-
-def in_float32(tensor: Tensor) -> Tensor:
-    """Casts a tensor to float32 if needed. A redundant cast in every layer of a decoding step is measurable."""
-    return tensor if tensor.dtype == torch.float32 else tensor.float()
+    return plain, features.float()

@@ -124,7 +124,7 @@ def tables_of_call(
     them with the interpolation "none".
 
     Args:
-        table: `(*size, width)`.
+        table: `(rows, width)`, the rows of `size_of_table(grid)` in order.
         positions: the positions of the tokens.
         where: their places.
         resizing: how the table is resized.
@@ -140,10 +140,11 @@ def tables_of_call(
         ValueError: for a grid that the table cannot be resized to.
     """
     grids, index = _grids_of_call(positions, where)
+    shape = size_of_table(grid)
     if not grids:
-        shape = table.shape[:-1]
         sizes = positions.remembered(f"sizes {shape}", lambda: integers_on(table.device, *shape), positions.ids)
-        return table.flatten(0, -2), sizes.view(-1, 1, 1), None
+        return table, sizes.view(-1, 1, 1), None
+    table = table.view(*shape, -1)
     if resizing.interpolation == "none":
         _check_fit(grids, grid, scheme)
         tables, index = [table], None

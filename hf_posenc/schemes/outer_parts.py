@@ -90,6 +90,10 @@ class OuterPart(Part, Generic[PartType]):
         """Whether all weights are 1 and the parts receive the positions of the tokens."""
         return self.strength is None and self.position_map is None
 
+    def summands(self) -> Sequence[PartType]:
+        """The parts, if it is a plain sum of biases."""
+        return self.members() if self.plain else (cast("PartType", self),)
+
     def positions_of_parts(self, positions: Positions) -> Positions:
         """The positions that the parts receive."""
         return positions if self.position_map is None else self.position_map.renumber(positions)
@@ -138,10 +142,6 @@ class SummedEncoding(OuterPart[AdditiveEncoding], AdditiveEncoding):
 class SummedDistanceBias(OuterPart[DistanceBias], DistanceBias):
     """The weighted sum of distance biases, which is a distance bias itself."""
 
-    def summands(self) -> Sequence[LogitBias]:
-        """The biases, if it is a plain sum."""
-        return self.members() if self.plain else (self,)
-
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
         return self.total(lambda part: part(distance))
@@ -162,10 +162,6 @@ class SummedPairwiseBias(OuterPart[LogitBias], PairwiseBias):
             self.zero_below = min((getattr(part, "zero_below", 0) for part in self.members()), default=0)
         # A map may depend on later tokens: randomized positions are drawn for the last position.
         self.reads_later_keys |= self.position_map is not None
-
-    def summands(self) -> Sequence[LogitBias]:
-        """The biases, if it is a plain sum."""
-        return self.members() if self.plain else (self,)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the features of all biases in one float32 tensor."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
@@ -40,6 +40,7 @@ from hf_posenc.schemes.statements import (
     symmetric_by_methods,
     withdraw_statements,
 )
+from hf_posenc.schemes.weights import LearnedWeights
 
 
 class DeviceConstant:
@@ -146,7 +147,7 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
-class Part(nn.Module):
+class Part(LearnedWeights):
     """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
 
     Most parts of this package are built from two values, the config with their options and the place in a model.

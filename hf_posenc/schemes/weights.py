@@ -1,9 +1,10 @@
-"""Learned weights that start from a normal distribution, tables that take over a stock table, and stacked weights."""
+"""How learned weights start, tables that take over a stock table, copies of initial weights, and stacked weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +24,56 @@ def stacked(layers: Sequence[Any]) -> Any:
     return made
 
 
-class NormalWeights(nn.Module):
-    """Mixin of parts whose own parameters are all drawn from one normal distribution."""
+def of_stacked(layers: Sequence[Any], *inputs: Any) -> Tensor:
+    """What several layers compute together, by a `forward` that takes weights with an axis of layers in front."""
+    result: Tensor = stacked(layers).forward(*inputs)
+    return result
 
-    #: Standard deviation of new entries.
-    initializer_range: float
+
+@torch.no_grad()
+def copied_(weight: Tensor, values: Tensor) -> None:
+    """Sets a weight to the values that it starts with, which are on the CPU."""
+    weight.copy_(values)
+
+
+class LearnedWeights(nn.Module):
+    """Base class of modules that state with each parameter how it starts."""
+
+    #: What fills each parameter, by name.
+    _starts: dict[str, Callable[[Tensor], object]]
+
+    def learned(
+        self, name: str, shape: int | Sequence[int], start: Callable[..., object] = nn.init.normal_, **options: Any
+    ) -> nn.Parameter:
+        """A new parameter, which `start` fills now and in `reset_parameters`.
+
+        Args:
+            name: the attribute that holds it.
+            shape: its sizes.
+            start: takes the parameter and the options, like the functions of `torch.nn.init`.
+            **options: those of `start`.
+
+        Raises:
+            TypeError: in a class that overrides `reset_parameters`, which would not be called.
+        """
+        if type(self).reset_parameters is not LearnedWeights.reset_parameters:
+            raise TypeError(
+                f"{type(self).__name__} overrides reset_parameters, which would be ignored: a weight starts as the "
+                "call of `learned` that makes it states. Override `learned`, or make all weights of the part yourself."
+            )
+        parameter = nn.Parameter(torch.empty(shape))
+        starts = vars(self).setdefault("_starts", {})
+        starts[name] = functools.partial(start, **options)
+        starts[name](parameter)
+        return parameter
 
     def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        for weight in self.parameters(recurse=False):
-            nn.init.normal_(weight, std=self.initializer_range)
+        """Starts the learned parameters of this part again, for example after it was built on the meta device."""
+        for name, start in vars(self).get("_starts", {}).items():
+            start(getattr(self, name))
 
 
-class NativeTable(NormalWeights):
+class NativeTable(nn.Module):
     """Mixin of parts with one table, which takes over a stock table of the same shape."""
 
     weight: nn.Parameter

@@ -32,7 +32,7 @@ from hf_posenc import BuildContext, CheckpointError, DistanceBias, SchemeConfig,
 from hf_posenc.checkpoint import configuration, loading
 from hf_posenc.checkpoint.install import install
 from hf_posenc.schemes import registry
-from hf_posenc.schemes.additive.learned import LearnedEncoding
+from hf_posenc.schemes.additive.learned import LearnedConfig
 from tests.checkpoint.checkpoint_cases import (
     ABSENT,
     assert_same,
@@ -247,10 +247,13 @@ class TestHeaders:
         self, shards: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         devices = []
-        reset = LearnedEncoding.reset_parameters
-        monkeypatch.setattr(
-            LearnedEncoding, "reset_parameters", lambda part: (devices.append(part.weight.device.type), reset(part))
-        )
+        build = LearnedConfig.build
+
+        def noted(*given: Any) -> Any:
+            devices.append((parts := build(*given)).additive.weight.device.type)
+            return parts
+
+        monkeypatch.setattr(LearnedConfig, "build", noted)
         LlamaForCausalLM.from_pretrained(shards)
         # First without memory, to compare the shapes with those in the files.
         assert devices == ["meta", "cpu"]

@@ -18,6 +18,7 @@ from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import (
     AttentionPairs,
     BlendedConfig,
+    BuildContext,
     DistanceBias,
     LearnedRopeConfig,
     PairwiseBias,
@@ -26,11 +27,13 @@ from hf_posenc.schemes import (
     QueryKeyMap,
     RopeConfig,
     SchemeConfig,
+    TisaConfig,
     XposConfig,
     get_scheme,
     list_schemes,
     scheme_from_dict,
 )
+from hf_posenc.schemes.bias.tisa import TisaBias
 from hf_posenc.schemes.logits import positional_logits
 
 from . import own_schemes
@@ -469,3 +472,9 @@ def test_no_vector_per_pair_is_ever_held(name, config):
         part(pairs)
     # One number per pair, per head and pair, or per head, query and row of a table, of which the longest has 1800.
     assert length * length <= largest.elements < HEADS * length * 2000
+
+
+def test_a_subclass_cannot_start_weights_in_a_method_that_nothing_calls() -> None:
+    own = type("Own", (TisaBias,), {"reset_parameters": lambda part: None})
+    with pytest.raises(TypeError, match="Own overrides reset_parameters, which would be ignored"):
+        own(TisaConfig(), BuildContext(8, 2, 4))

@@ -23,19 +23,12 @@ class DirectionEncoding(AdditiveEncoding):
     def __init__(self, config: _AlongDirectionConfig, context: BuildContext) -> None:
         super().__init__()
         self.scale = config.scale
-        self.initializer_range = context.initializer_range
         self.direction: nn.Parameter | None
         if config.direction == "learned":
-            self.direction = nn.Parameter(torch.empty(context.hidden_size))
-            self.reset_parameters()
+            self.direction = self.learned("direction", context.hidden_size, std=context.initializer_range)
         else:
             self.direction = None
             self._fixed = DeviceConstant(_fixed_direction(config.direction, context.hidden_size))
-
-    def reset_parameters(self) -> None:
-        """Draws a learned direction from N(0, initializer_range). A fixed direction is not changed."""
-        if self.direction is not None:
-            nn.init.normal_(self.direction, std=self.initializer_range)
 
     def coordinates(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len)` float32. Padding (negative positions) counts as position 0."""

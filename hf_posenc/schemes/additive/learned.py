@@ -14,10 +14,9 @@ from hf_posenc.schemes.grids import Places, places
 from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_ROWS, option, rows_of_table, whole_positions
-from hf_posenc.schemes.weights import NormalWeights
 
 
-class LearnedTable(NormalWeights, AdditiveEncoding):
+class LearnedTable(AdditiveEncoding):
     """A trainable table.
 
     Args:
@@ -31,9 +30,7 @@ class LearnedTable(NormalWeights, AdditiveEncoding):
     def __init__(self, rows: int, leading_rows: int, context: BuildContext) -> None:
         super().__init__()
         self.leading_rows = leading_rows
-        self.initializer_range = context.initializer_range
-        self.weight = nn.Parameter(torch.empty(rows, context.hidden_size))
-        self.reset_parameters()
+        self.weight = self.learned("weight", (rows, context.hidden_size), std=context.initializer_range)
 
     def separated(self, native: Tensor) -> tuple[Tensor, Tensor] | None:
         """The leading rows of a stock table, and those of its positions; `None` for a table that does not fit."""
@@ -159,7 +156,7 @@ class LearnedGridEncoding(LearnedTable):
             coordinates = coordinates * where.placed
         if positions.coordinates is not None and positions.grid is None and where.extents is None:
             self._check_coordinates(coordinates)
-        table = self.weight[self.num_prefix_tokens :].view(*self.grid, -1)
+        table = self.weight[self.num_prefix_tokens :]
         rows, sizes, start = tables_of_call(
             table, positions, where, self.resizing, lambda size: size, self.grid, "learned"
         )

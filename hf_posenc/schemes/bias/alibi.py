@@ -12,6 +12,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.grids import GridBias
 from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, Positions, SchemeParts
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.weights import copied_
 
 #: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
 #: token always sees itself), but a row in which all keys have this value, such as padding, keeps a finite softmax.
@@ -49,14 +50,8 @@ class AlibiSlopes(LogitBias):
         self._initial_slopes = DeviceConstant(torch.tensor(slopes, dtype=torch.float32, device="cpu"))
         self.log_slopes: nn.Parameter | None = None
         if config.learnable:
-            self.log_slopes = nn.Parameter(torch.empty(len(slopes)))
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Resets learned slopes to the fixed slopes of ALiBi."""
-        if self.log_slopes is not None:
-            self.log_slopes.copy_(self._initial_slopes.on(self.log_slopes.device).log())
+            initial = self._initial_slopes.on(torch.device("cpu")).log()
+            self.log_slopes = self.learned("log_slopes", len(slopes), copied_, values=initial)
 
     @property
     def slopes(self) -> Tensor:

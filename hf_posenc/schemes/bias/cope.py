@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES
-from hf_posenc.schemes.weights import NormalWeights
 
 
-class CopeBias(NormalWeights, PairwiseBias):
+class CopeBias(PairwiseBias):
     """The product of each query with a learned vector per position. Positions count keys that pass its gates."""
 
     whole_heads = False
@@ -24,9 +23,8 @@ class CopeBias(NormalWeights, PairwiseBias):
 
     def __init__(self, config: CopeConfig, context: BuildContext) -> None:
         super().__init__()
-        self.initializer_range = config.initial_std
-        self.weight = nn.Parameter(torch.empty(config.num_positions, context.head_dim))
-        self.reset_parameters()
+        shape = (config.num_positions, context.head_dim)
+        self.weight = self.learned("weight", shape, std=config.initial_std)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""

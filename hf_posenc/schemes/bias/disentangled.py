@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_positions,
@@ -23,7 +23,6 @@ from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, MOST_DISTANCES, check_integer, option
-from hf_posenc.schemes.weights import NormalWeights
 
 BOTH_TERMS = "c2p|p2c"
 
@@ -59,7 +58,7 @@ class LogBuckets:
         return distance.sign() * torch.where(steps <= self.exact, steps, grown)
 
 
-class DisentangledBias(NormalWeights, PairwiseBias):
+class DisentangledBias(PairwiseBias):
     """The products of queries, and of keys, with a learned vector per distance."""
 
     reads_later_keys = False
@@ -70,14 +69,13 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         super().__init__()
         buckets, max_distance = config.buckets, config.max_distance
         self.buckets = None if buckets is None else LogBuckets(buckets, max_distance)
-        self.initializer_range = context.initializer_range
         self.span = max_distance if buckets is None else buckets
         # Vectors for earlier keys only in a causal model.
         self.first = 0 if context.causal else -self.span
         shape = (context.num_heads, self.span - self.first, context.head_dim)
-        self.key_weight = nn.Parameter(torch.empty(shape)) if "c2p" in config.terms else None
-        self.query_weight = nn.Parameter(torch.empty(shape)) if "p2c" in config.terms else None
-        self.reset_parameters()
+        table = functools.partial(self.learned, shape=shape, std=context.initializer_range)
+        self.key_weight = table("key_weight") if "c2p" in config.terms else None
+        self.query_weight = table("query_weight") if "p2c" in config.terms else None
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:

@@ -52,16 +52,11 @@ class FunctionOfDistance(DistanceBias):
         self.written_in = type(config).__module__
         self.no_weight_decay = config.learned
         for name in sorted(config.learned):
-            self.register_parameter(name, nn.Parameter(torch.empty(context.num_heads)))
-        self.reset_parameters()
+            initial = getattr(config, name)
+            self.register_parameter(name, self.learned(name, context.num_heads, nn.init.constant_, val=initial))
 
     def _get_name(self) -> str:
         return self.config.name
-
-    def reset_parameters(self) -> None:
-        """Sets the learned numbers of all heads to the options."""
-        for name, parameter in self.named_parameters():
-            nn.init.constant_(parameter, getattr(self.config, name))
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32.

@@ -32,25 +32,14 @@ class FireBias(PairwiseBias):
         self.config = config
         self.causal = context.causal
         self.length_dependent = not context.causal
-        self.c = nn.Parameter(torch.empty(1))
-        self.threshold_factor = nn.Parameter(torch.empty(1))
-        self.hidden_weight = nn.Parameter(torch.empty(config.width))
-        self.hidden_bias = nn.Parameter(torch.empty(config.width))
-        self.output_weight = nn.Parameter(torch.empty(context.num_heads, config.width))
-        self.output_bias = nn.Parameter(torch.empty(context.num_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets `c` and the threshold, and initialises the network like PyTorch's linear layers."""
-        nn.init.constant_(self.c, self.config.initial_c)
-        nn.init.ones_(self.threshold_factor)
-        for parameter, inputs in (
-            (self.hidden_weight, 1),
-            (self.hidden_bias, 1),
-            (self.output_weight, self.config.width),
-            (self.output_bias, self.config.width),
-        ):
-            nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
+        self.c = self.learned("c", 1, nn.init.constant_, val=config.initial_c)
+        self.threshold_factor = self.learned("threshold_factor", 1, nn.init.ones_)
+        # Like PyTorch's linear layers, the first of which has one input.
+        self.hidden_weight = self.learned("hidden_weight", config.width, nn.init.uniform_, a=-1.0, b=1.0)
+        self.hidden_bias = self.learned("hidden_bias", config.width, nn.init.uniform_, a=-1.0, b=1.0)
+        bound, shape = 1 / math.sqrt(config.width), (context.num_heads, config.width)
+        self.output_weight = self.learned("output_weight", shape, nn.init.uniform_, a=-bound, b=bound)
+        self.output_bias = self.learned("output_bias", context.num_heads, nn.init.uniform_, a=-bound, b=bound)
 
     @property
     def threshold(self) -> Tensor:

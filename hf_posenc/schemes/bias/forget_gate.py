@@ -7,10 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, SeparableBias
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, check_numbers, option
+from hf_posenc.schemes.weights import copied_
 
 
 class ForgetGateBias(SeparableBias):
@@ -23,16 +24,9 @@ class ForgetGateBias(SeparableBias):
 
     def __init__(self, config: ForgetGateConfig, context: BuildContext) -> None:
         super().__init__()
-        self.initial_bias = config.initial_bias
-        self.initializer_range = context.initializer_range
-        self.weight = nn.Parameter(torch.empty(context.num_heads, context.input_size))
-        self.bias = nn.Parameter(torch.empty(context.num_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws weights from N(0, initializer_range) and sets the biases."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
-        nn.init.constant_(self.bias, self.initial_bias)
+        shape = (context.num_heads, context.input_size)
+        self.weight = self.learned("weight", shape, std=context.initializer_range)
+        self.bias = self.learned("bias", context.num_heads, nn.init.constant_, val=config.initial_bias)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns minus the logarithm of each token's forget gate, `(batch, heads, length, 1)` float32."""
@@ -64,14 +58,8 @@ class ConstantForgetGateBias(DistanceBias):
 
     def __init__(self, config: ForgetGateConfig, context: BuildContext) -> None:
         super().__init__()
-        self._initial_biases = DeviceConstant(config.initial_biases(context.num_heads))
-        self.bias = nn.Parameter(torch.empty(context.num_heads))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Resets the biases to their initial values."""
-        self.bias.copy_(self._initial_biases.on(self.bias.device))
+        initial = config.initial_biases(context.num_heads)
+        self.bias = self.learned("bias", context.num_heads, copied_, values=initial)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32; 0 for later keys."""

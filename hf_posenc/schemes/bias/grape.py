@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import ClassVar
 
@@ -24,22 +25,13 @@ class GrapeBias(PairwiseBias):
     def __init__(self, config: GrapeConfig, context: BuildContext) -> None:
         super().__init__()
         num_heads = context.num_heads
-        self.initial_rate = config.initial_rate
         self.normalize = config.normalize
         self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
-        self.rate = nn.Parameter(torch.empty(num_heads))
-        shape = (num_heads, context.head_dim)
-        self.direction = nn.Parameter(torch.empty(shape)) if config.gates != "query" else None
-        self.query_direction = nn.Parameter(torch.empty(shape)) if config.gates != "key" else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets all rates to the initial rate and draws every direction from N(0, head_dim ** -0.5)."""
         # The inverse of softplus.
-        nn.init.constant_(self.rate, math.log(math.expm1(self.initial_rate)))
-        for direction in (self.direction, self.query_direction):
-            if direction is not None:
-                nn.init.normal_(direction, std=direction.shape[-1] ** -0.5)
+        self.rate = self.learned("rate", num_heads, nn.init.constant_, val=math.log(math.expm1(config.initial_rate)))
+        drawn = functools.partial(self.learned, shape=(num_heads, context.head_dim), std=context.head_dim**-0.5)
+        self.direction = drawn("direction") if config.gates != "query" else None
+        self.query_direction = drawn("query_direction") if config.gates != "key" else None
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""

@@ -13,12 +13,11 @@ from hf_posenc.schemes.positions import Positions, traced
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH
-from hf_posenc.schemes.weights import NormalWeights
 
 _LAYOUT = "half_reversed"
 
 
-class GrapeApBias(NormalWeights, PairwiseBias):
+class GrapeApBias(PairwiseBias):
     """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query."""
 
     reads_later_keys = False
@@ -30,9 +29,10 @@ class GrapeApBias(NormalWeights, PairwiseBias):
         self.num_features = config.width
         slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu")
         self._slopes = DeviceConstant(slopes.view(-1, 1, 1))
-        self.initializer_range = 0.5 * context.input_size**-0.5  # As in the official code.
-        self.projection = nn.Parameter(torch.empty(num_heads, config.width, context.input_size))
-        self.reset_parameters()
+        shape = (num_heads, config.width, context.input_size)
+        # As in the official code.
+        deviation = 0.5 * context.input_size**-0.5
+        self.projection = self.learned("projection", shape, std=deviation)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the vector of each token, scaled to a mean square of 1: `(batch, heads, length, width)` float32."""

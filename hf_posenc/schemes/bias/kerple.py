@@ -26,16 +26,10 @@ class KerpleBias(DistanceBias):
         self.variant = config.variant
         self.exponent = config.exponent
         self.minimum = config.minimum
-        self.r1 = nn.Parameter(torch.empty(context.num_heads))
-        self.r2 = nn.Parameter(torch.empty(context.num_heads)) if config.exponent is None else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws the log form's factor and the exponent from U(0, 2), and the other two parameters from U(0, 1)."""
-        first, second = (2.0, 1.0) if self.variant == "log" else (1.0, 2.0)
-        nn.init.uniform_(self.r1, 0.0, first)
-        if self.r2 is not None:
-            nn.init.uniform_(self.r2, 0.0, second)
+        self.r1 = self.learned("r1", context.num_heads, nn.init.uniform_, b=2.0 if self.variant == "log" else 1.0)
+        self.r2: nn.Parameter | None = None
+        if config.exponent is None:
+            self.r2 = self.learned("r2", context.num_heads, nn.init.uniform_, b=1.0 if self.variant == "log" else 2.0)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FACTOR, LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.weights import stacked
+from hf_posenc.schemes.weights import of_stacked
 
 #: Swin v2 gives the longest displacement in a window this coordinate before the logarithm, whose base it is too.
 _EDGE = 8.0
@@ -30,17 +29,11 @@ class LogCpbNetwork(LogitBias):
         self.axes = config.axes
         self.window = config.window
         self.limit = config.limit
-        self.initializer_range = context.initializer_range
-        self.hidden_weight = nn.Parameter(torch.empty(config.width, config.axes))
-        self.hidden_bias = nn.Parameter(torch.empty(config.width))
-        self.output_weight = nn.Parameter(torch.empty(context.num_heads, config.width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws both matrices from N(0, initializer_range) and sets the vector to 0, as Swin v2 does."""
-        nn.init.normal_(self.hidden_weight, std=self.initializer_range)
-        nn.init.zeros_(self.hidden_bias)
-        nn.init.normal_(self.output_weight, std=self.initializer_range)
+        self.hidden_weight = self.learned("hidden_weight", (config.width, config.axes), std=context.initializer_range)
+        self.hidden_bias = self.learned("hidden_bias", config.width, nn.init.zeros_)
+        self.output_weight = self.learned(
+            "output_weight", (context.num_heads, config.width), std=context.initializer_range
+        )
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
@@ -62,9 +55,9 @@ class LogCpbNetwork(LogitBias):
         return back.sign() * torch.log2(back.abs() + 1.0) / math.log2(_EDGE)
 
     def network(self, distances: Tensor) -> Tensor:
-        """The bias of distances `(..., axes)`, `(..., heads)` in float32."""
-        hidden = nn.functional.linear(self.coordinates(distances), self.hidden_weight.float(), self.hidden_bias.float())
-        return self.limit * nn.functional.linear(hidden.relu(), self.output_weight.float()).sigmoid()
+        """The bias of distances `(count, axes)`, `(count, heads)` float32; with an axis of layers in front, if any."""
+        hidden = self.coordinates(distances) @ self.hidden_weight.float().mT + self.hidden_bias.float().unsqueeze(-2)
+        return self.limit * (hidden.relu() @ self.output_weight.float().mT).sigmoid()
 
 
 class LogCpbBias(LogCpbNetwork, DistanceBias):
@@ -72,14 +65,10 @@ class LogCpbBias(LogCpbNetwork, DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        return self.network(distance.unsqueeze(-1)).movedim(-1, 0)
+        of_heads = self.network(distance.reshape(-1, 1)).mT
+        return of_heads.reshape(*of_heads.shape[:-1], *distance.shape)
 
-    @classmethod
-    def of_layers(cls, layers: Sequence[LogCpbBias], distance: Tensor) -> Tensor:
-        """The biases of several layers, `(layers, heads, count)`, of distances `(count,)`."""
-        whole, inputs = stacked(layers), layers[0].coordinates(distance).expand(len(layers), 1, -1)
-        hidden = torch.baddbmm(whole.hidden_bias.float().unsqueeze(-1), whole.hidden_weight.float(), inputs)
-        return whole.limit * (whole.output_weight.float() @ hidden.relu()).sigmoid()
+    of_layers = staticmethod(of_stacked)
 
 
 class GridLogCpbBias(LogCpbNetwork, GridBias):
@@ -96,7 +85,7 @@ class GridLogCpbBias(LogCpbNetwork, GridBias):
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         farthest = _farthest(keys)
         if farthest is None or math.prod(2 * steps + 1 for steps in farthest) > distances[0].numel():
-            return self.network(distances.movedim(0, -1)).movedim(-1, 1)
+            return self.network(distances.flatten(1).T).unflatten(0, distances.shape[1:]).movedim(-1, 1)
         # Many pairs have the same displacement.
         each = [torch.arange(-steps, steps + 1, device=distances.device) for steps in farthest]
         row = torch.zeros_like(distances[0])

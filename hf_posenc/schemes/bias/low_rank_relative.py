@@ -16,10 +16,9 @@ from hf_posenc.schemes.bias.relative_tables import (
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, MOST_DISTANCES
-from hf_posenc.schemes.weights import NormalWeights
 
 
-class LowRankRelativeBias(NormalWeights, PairwiseBias):
+class LowRankRelativeBias(PairwiseBias):
     """A bias per distance: a mixture of a few learned profiles, with weights computed from the query token."""
 
     reads_later_keys = False
@@ -35,10 +34,10 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
                 "or less."
             )
         self.num_heads = context.num_heads
-        self.initializer_range = context.initializer_range
-        self.projection = nn.Parameter(torch.empty(context.num_heads * config.rank, input_size))
-        self.profiles = nn.Parameter(torch.empty(config.rank, config.window))
-        self.reset_parameters()
+        self.projection = self.learned(
+            "projection", (context.num_heads * config.rank, input_size), std=context.initializer_range
+        )
+        self.profiles = self.learned("profiles", (config.rank, config.window), std=context.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.

@@ -39,7 +39,7 @@ def check_whole_positions(keys: Positions, owner: str, remedy: str) -> None:
 def clipped_rows(
     pairs: AttentionPairs, first: int, last: int, back: bool = False, buckets: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Rows for `select_rows`, in a table of the distances, or `buckets` of them, `first` to `last`.
+    """Rows for `selected_products`, in a table of the distances, or `buckets` of them, `first` to `last`.
 
     With `back`, distances are those from key to query. The second result is the range of rows that can occur, as
     (first, count). Rows are counted from the first.
@@ -95,27 +95,6 @@ def products_with_vectors(pairs: AttentionPairs, of_keys: Tensor, of_queries: Te
     return products.sum(-1).unsqueeze(-2)
 
 
-def select_rows(products: Tensor, rows: Tensor) -> Tensor:
-    """Selects, for every pair, the product of the query with the vector of the pair's distance.
-
-    Args:
-        products: `(batch, heads, query_len, rows)`, each query times every row of a table.
-        rows: `(batch or 1, query_len, key_len)` int64, which row belongs to each pair.
-
-    Returns:
-        `(batch, heads, query_len, key_len)`.
-    """
-    same = leading_keys_of_one_row(rows)
-    if same == 0 and rows.shape[0] == rows.shape[1] == 1:
-        return products.index_select(-1, rows.view(-1))
-    near = rows if same == 0 else rows[..., same:]
-    selected = products.gather(-1, near.unsqueeze(1).expand(*products.shape[:2], -1, -1))
-    if same == 0:
-        return selected
-    row = int(rows[0, 0, 0])
-    return torch.cat((products[..., row : row + 1].expand(-1, -1, -1, same), selected), dim=-1)
-
-
 def products_of_rows(
     part: nn.Module, pairs: AttentionPairs, table: Tensor, rows: Tensor, occurring: tuple[int, int]
 ) -> Tensor:
@@ -134,30 +113,40 @@ def products_of_rows(
         `(batch, heads, query_len, key_len)` float32.
     """
     query, factor = pairs.query.float(), pairs.query_scaling
-    whole = occurring[1] == table.shape[-2]
-    if torch.is_grad_enabled() or isinstance(factor, Tensor):
-        used = (table if whole else table.narrow(-2, *occurring)).float().transpose(-1, -2)
-        if isinstance(factor, Tensor):  # It may have the shape of the logits.
-            return selected_products(query, used, rows) * factor
-        return selected_products(query, used * factor, rows)
-    kept = pairs.keys.kept(part, ("table", factor), lambda: table.float().transpose(-1, -2) * factor)
-    return selected_products(query, kept if whole else kept.narrow(-1, *occurring), rows)
+    # A tensor may have the shape of the logits.
+    number = 1.0 if isinstance(factor, Tensor) else factor
+    vectors = pairs.keys.kept(part, ("table", number), lambda: table.float().transpose(-1, -2) * number)
+    vectors = vectors if occurring[1] == table.shape[-2] else vectors.narrow(-1, *occurring)
+    products = selected_products(query, vectors, rows)
+    return products * factor if isinstance(factor, Tensor) else products
 
 
 def selected_products(query: Tensor, table: Tensor, rows: Tensor) -> Tensor:
-    """`select_rows(query @ table, rows)`, with few operators for a single query and a table that all heads share.
+    """Multiplies, for every pair, the query with the vector of the pair's distance.
 
     Args:
         query: `(batch, heads, query_len, width)` float32.
         table: `(..., width, rows)` float32.
-        rows: of `clipped_rows`.
+        rows: `(batch or 1, query_len, key_len)` int64, which row belongs to each pair.
+
+    Returns:
+        `(batch, heads, query_len, key_len)`.
     """
     batch, heads, length, width = query.shape
-    if length > 1 or table.dim() > 2 or rows.shape[0] > 1 or traced():
-        return select_rows(query @ table, rows)
-    # Torch would expand the table for every head.
-    products = torch.mm(query.reshape(-1, width), table)
-    return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, rows.shape[-1])
+    alike = length == rows.shape[0] == 1
+    if alike and table.dim() == 2 and not traced():
+        # Torch would expand the table for every head.
+        products = torch.mm(query.reshape(-1, width), table)
+        return products.index_select(-1, rows.view(-1)).view(batch, heads, 1, rows.shape[-1])
+    products, same = query @ table, leading_keys_of_one_row(rows)
+    if same == 0 and alike:
+        return products.index_select(-1, rows.view(-1))
+    near = rows if same == 0 else rows[..., same:]
+    selected = products.gather(-1, near.unsqueeze(1).expand(*products.shape[:2], -1, -1))
+    if same == 0:
+        return selected
+    row = int(rows[0, 0, 0])
+    return torch.cat((products[..., row : row + 1].expand(-1, -1, -1, same), selected), dim=-1)
 
 
 def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:

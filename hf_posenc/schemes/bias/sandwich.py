@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes.bias.relative_tables import angles_of_turns, turn_frequencies
 from hf_posenc.schemes.parts import DeviceConstant, DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, check_base, option
@@ -17,18 +18,13 @@ class SandwichBias(DistanceBias):
 
     def __init__(self, config: SandwichConfig, context: BuildContext) -> None:
         super().__init__()
-        num_heads, width = context.num_heads, config.width
-        heads = torch.arange(1, num_heads + 1, dtype=torch.float64, device="cpu")
-        exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
-        self._factors = DeviceConstant((num_heads / (8 * heads)).float())
-        self._frequencies = DeviceConstant(config.base**-exponents)
+        heads = torch.arange(1, context.num_heads + 1, dtype=torch.float64, device="cpu")
+        self._factors = DeviceConstant((context.num_heads / (8 * heads)).float())
+        self._frequencies = turn_frequencies(config.width, config.base)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        # Uses float64 if the device supports it: a float32 angle is off by 1e-4 after a thousand turns.
-        where = torch.device("cpu") if distance.device.type == "mps" else distance.device
-        angles = distance.abs().to(where).unsqueeze(-1).double() * self._frequencies.on(where)
-        product = angles.cos().sum(-1).float().to(distance.device)
+        product = angles_of_turns(distance.abs(), self._frequencies).cos().sum(-1)
         return self._factors.on(distance.device).view(-1, *(1 for _ in distance.shape)) * product
 
 

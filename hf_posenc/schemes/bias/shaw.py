@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_positions,
@@ -36,10 +35,9 @@ class ShawBias(NativeTable, PairwiseBias):
         self.whole_heads = config.per_head
         self.behind = DEFAULT_MAX_DISTANCE if config.max_distance is None else config.max_distance
         self.ahead = self.behind if config.max_distance_ahead is None else config.max_distance_ahead
-        self.initializer_range = context.initializer_range
         tables = (context.num_heads,) if config.per_head else ()
-        self.weight = nn.Parameter(torch.empty(*tables, self.behind + 1 + self.ahead, context.head_dim))
-        self.reset_parameters()
+        shape = (*tables, self.behind + 1 + self.ahead, context.head_dim)
+        self.weight = self.learned("weight", shape, std=context.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.

@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.schemes.grid_resizing import INTERPOLATIONS, Resizing, tables_of_call
 from hf_posenc.schemes.grids import Places, distances_by_axis, entries_of_pairs, places
@@ -36,12 +36,11 @@ class SwinBias(NativeTable, PairwiseBias):
         self.num_prefix_tokens = config.num_prefix_tokens
         self.class_entries = config.class_entries
         self.resizing = Resizing(config.interpolation)
-        self.initializer_range = context.initializer_range
         self.size = table_size(self.grid)
         self.displacements = math.prod(self.size)
         rows = self.displacements + CLASS_ENTRIES * self.class_entries
-        self.weight = nn.Parameter(torch.empty(rows, context.num_heads))
-        self.reset_parameters()
+        shape = (rows, context.num_heads)
+        self.weight = self.learned("weight", shape, std=context.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32.
@@ -50,12 +49,9 @@ class SwinBias(NativeTable, PairwiseBias):
             ValueError: for a grid that the table cannot be resized to, coordinates of another number of axes, or
                 coordinates that are not integers.
         """
-        if pairs.query.shape[-2] == 1 and pairs.keys.keeps_values:
-            rows = pairs.remembered(("rows of one table", self._name), lambda: self._rows_of_one_table(pairs))
-            if rows is not None:
-                by_head = pairs.keys.kept(self, "by head", self._by_head)
-                return by_head.index_select(1, rows.view(-1)).view(-1, *rows.shape).transpose(0, 1)
-        where = self._places(pairs)
+        given = pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens
+        where = pairs.remembered(f"places of {self._name}", lambda: places(*given))
+        whole_positions(where.coordinates, SwinConfig.name)
         rows, entries = self._rows_and_table(pairs, where)
         if where.placed is not None:
             keys = where.placed.unsqueeze(-2)
@@ -68,25 +64,9 @@ class SwinBias(NativeTable, PairwiseBias):
             entries = torch.cat((entries, without_place, zero))
         return entries_of_pairs(entries, rows)
 
-    def _by_head(self) -> Tensor:
-        return self.weight[: self.displacements].float().T.contiguous()
-
-    def _places(self, pairs: AttentionPairs) -> Places:
-        given = pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens
-        where = pairs.remembered(f"places of {self._name}", lambda: places(*given))
-        whole_positions(where.coordinates, SwinConfig.name)
-        return where
-
-    def _rows_of_one_table(self, pairs: AttentionPairs) -> Tensor | None:
-        """The rows, if they are those of the table at its own size, and all tokens have a place."""
-        where = self._places(pairs)
-        one = where.placed is None and where.extents is None and pairs.keys.grid is None
-        return self._rows_and_table(pairs, where)[0] if one else None
-
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
         """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""
-        table = self.weight[: self.displacements] if self.class_entries else self.weight
-        table = table.float() if self.axes == 1 else table.float().view(*self.size, -1)
+        table = (self.weight[: self.displacements] if self.class_entries else self.weight).float()
         entries, sizes, start = tables_of_call(
             table, pairs.keys, where, self.resizing, table_size, self.grid, SwinConfig.name
         )

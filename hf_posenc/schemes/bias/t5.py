@@ -14,7 +14,7 @@ from hf_posenc.schemes.grids import GridBias, entries_of_pairs
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions, SchemeParts
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES, option, whole_positions
-from hf_posenc.schemes.weights import NativeTable, NormalWeights
+from hf_posenc.schemes.weights import NativeTable
 
 #: Up to this `max_distance`, the buckets of all distances along an axis are computed, and not those of all pairs.
 _LISTED = 4096
@@ -50,7 +50,7 @@ def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: i
     return first + torch.where(steps < exact, steps, logarithmic)
 
 
-class T5Buckets(NormalWeights, LogitBias):
+class T5Buckets(LogitBias):
     """One trainable number per axis, bucket and head."""
 
     whole_positions = True
@@ -61,10 +61,10 @@ class T5Buckets(NormalWeights, LogitBias):
         self.num_buckets = config.num_buckets
         self.max_distance = config.max_distance
         self.bidirectional = config.has_two_directions(context)
-        self.initializer_range = config.deviation(context)
         axes = () if config.axes == 1 else (config.axes,)
-        self.weight = nn.Parameter(torch.empty(*axes, config.num_buckets, context.num_heads))
-        self.reset_parameters()
+        shape = (*axes, config.num_buckets, context.num_heads)
+        self.initializer_range = config.deviation(context)
+        self.weight = self.learned("weight", shape, std=self.initializer_range)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of every distance, int64 of the same shape."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH
-from hf_posenc.schemes.weights import stacked
+from hf_posenc.schemes.weights import of_stacked
 
 
 class TisaBias(DistanceBias):
@@ -20,16 +19,10 @@ class TisaBias(DistanceBias):
     def __init__(self, config: TisaConfig, context: BuildContext) -> None:
         super().__init__()
         shape = (context.num_heads, config.num_kernels)
-        self.amplitudes = nn.Parameter(torch.empty(shape))
-        self.sharpness = nn.Parameter(torch.empty(shape))
-        self.offsets = nn.Parameter(torch.empty(shape))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws amplitudes and sharpness from N(0.1, 0.01^2) and offsets from N(0, 5^2), as the released code does."""
-        nn.init.normal_(self.amplitudes, mean=0.1, std=0.01)
-        nn.init.normal_(self.sharpness, mean=0.1, std=0.01)
-        nn.init.normal_(self.offsets, std=5.0)
+        # As in the released code.
+        self.amplitudes = self.learned("amplitudes", shape, nn.init.normal_, mean=0.1, std=0.01)
+        self.sharpness = self.learned("sharpness", shape, nn.init.normal_, mean=0.1, std=0.01)
+        self.offsets = self.learned("offsets", shape, std=5.0)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
@@ -40,10 +33,7 @@ class TisaBias(DistanceBias):
         bumps = amplitudes * torch.exp(-sharpness.abs() * (distance.float() - offsets).square())
         return bumps.sum(-1 - distance.ndim)
 
-    @classmethod
-    def of_layers(cls, layers: Sequence[TisaBias], distance: Tensor) -> Tensor:
-        """The biases of several layers, `(layers, heads, *distance.shape)`."""
-        return stacked(layers).forward(distance)
+    of_layers = staticmethod(of_stacked)
 
 
 @register_scheme

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_positions,
@@ -13,7 +13,7 @@ from hf_posenc.schemes.bias.relative_tables import (
     plus,
     products_with_vectors,
     run_to_newest,
-    select_rows,
+    selected_products,
     sinusoidal_products,
     sinusoidal_vectors,
     turn_frequencies,
@@ -21,13 +21,12 @@ from hf_posenc.schemes.bias.relative_tables import (
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES, check_base, option
-from hf_posenc.schemes.weights import NormalWeights
 
 #: Maximum number of components that a cache keeps in each layer. For more, few operators are no advantage.
 _MOST_KEPT = 2**18
 
 
-class TransformerXLBias(NormalWeights, PairwiseBias):
+class TransformerXLBias(PairwiseBias):
     """Transformer-XL's bias: learned content and position biases, and projected sinusoids of the distance."""
 
     reads_later_keys = False
@@ -44,12 +43,12 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         self.clamp_length = config.clamp_length
         # The clamped table has one row for each whole distance.
         self.whole_positions = config.clamp_length is not None
-        self.initializer_range = context.initializer_range
         self._frequencies = turn_frequencies(hidden, config.base)
-        self.content_bias = nn.Parameter(torch.empty(heads))
-        self.position_bias = nn.Parameter(torch.empty(heads))
-        self.position_projection = nn.Parameter(torch.empty(heads[0] * heads[1], hidden))
-        self.reset_parameters()
+        self.content_bias = self.learned("content_bias", heads, std=context.initializer_range)
+        self.position_bias = self.learned("position_bias", heads, std=context.initializer_range)
+        self.position_projection = self.learned(
+            "position_projection", (heads[0] * heads[1], hidden), std=context.initializer_range
+        )
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
@@ -111,7 +110,7 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         rows, occurring = clipped_rows(pairs, -clamp_length, clamp_length, back=True)
         distances = torch.arange(-clamp_length, clamp_length + 1, device=query.device).narrow(0, *occurring)
         table = projection @ sinusoidal_vectors(distances, self._frequencies).transpose(0, 1)
-        return select_rows(query @ table, rows) * pairs.query_scaling
+        return selected_products(query, table, rows) * pairs.query_scaling
 
 
 @register_scheme

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.bias.relative_tables import select_rows
+from hf_posenc.schemes.bias.relative_tables import selected_products
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Reach, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
@@ -31,28 +31,18 @@ class UntiedPositionBias(PairwiseBias):
         self.num_heads = context.num_heads
         self.factor = context.head_dim**-0.5
         self.reset_first = not context.causal if config.reset_first is None else config.reset_first
-        self.initializer_range = context.initializer_range
         self.length_reach = Reach(
             num_positions,
             "of the table of 'tupe'. Shorten the input, or patch with a larger num_positions.",
             made_for=num_positions,
         )
-        self.weight = nn.Parameter(torch.empty(num_positions + _FIRST_ROW, hidden_size))
-        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
-        self.norm_bias = nn.Parameter(torch.empty(hidden_size))
-        self.query_weight = nn.Parameter(torch.empty(width, hidden_size))
-        self.query_bias = nn.Parameter(torch.empty(width))
-        self.key_weight = nn.Parameter(torch.empty(width, hidden_size))
-        self.key_bias = nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws vectors and projections from N(0, initializer_range); the layer norm changes nothing."""
-        for weight in (self.weight, self.query_weight, self.key_weight):
-            nn.init.normal_(weight, std=self.initializer_range)
-        for offset in (self.norm_bias, self.query_bias, self.key_bias):
-            nn.init.zeros_(offset)
-        nn.init.ones_(self.norm_weight)
+        self.weight = self.learned("weight", (num_positions + _FIRST_ROW, hidden_size), std=context.initializer_range)
+        self.norm_weight = self.learned("norm_weight", hidden_size, nn.init.ones_)
+        self.norm_bias = self.learned("norm_bias", hidden_size, nn.init.zeros_)
+        self.query_weight = self.learned("query_weight", (width, hidden_size), std=context.initializer_range)
+        self.query_bias = self.learned("query_bias", width, nn.init.zeros_)
+        self.key_weight = self.learned("key_weight", (width, hidden_size), std=context.initializer_range)
+        self.key_bias = self.learned("key_bias", width, nn.init.zeros_)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32.
@@ -86,7 +76,7 @@ class UntiedPositionBias(PairwiseBias):
             return self._keys(self._rows(torch.arange(count, device=indices.device))).transpose(-1, -2)
 
         keys = pairs.keys.kept(self, "keys", compute, lambda keys: keys.shape[-1] >= bound + _FIRST_ROW)
-        return select_rows(query @ keys, indices.unsqueeze(-2))
+        return selected_products(query, keys, indices.unsqueeze(-2))
 
     def _rows(self, indices: Tensor) -> Tensor:
         """`(..., hidden)` float32: the normalised rows of the table."""

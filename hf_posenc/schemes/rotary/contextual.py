@@ -98,23 +98,19 @@ class ContextualRotation(PairwiseBias):
         query = apply_rotation(pairs.query, of_queries, self.layout)
         return query, apply_rotation(pairs.key, factors, self.layout)
 
-    def factors(self, features: Tensor, positions: Positions, dtype: torch.dtype) -> RotationFactors:
-        """The factors of a rotation of heads of a dtype, from what `angles` takes."""
-        return factors_of_angles(self.angles(features, positions), self.layout, dtype)
-
-    def new_factors(
-        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    def factors(
+        self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
     ) -> RotationFactors:
         """The factors of new tokens, which are the last of the keys. By default the angles of all keys are computed.
 
         Args:
-            cached: the features of cached keys, or `None` if there are none, or if they are not needed.
             features: `(batch, key_value_heads, new, num_features)` float32, those of the new tokens.
             keys: the positions of all keys.
             dtype: that of the heads.
+            cached: the features of the keys before, or `None` if there are none, or if they are not needed.
         """
         if cached is None:
-            return self.factors(features, keys, dtype)
+            return factors_of_angles(self.angles(features, keys), self.layout, dtype)
         angles = self.angles(torch.cat((cached, features), dim=-2), keys)
         return factors_of_angles(angles[..., cached.shape[-2] :, :], self.layout, dtype)
 
@@ -165,18 +161,14 @@ class ContextualPlaces(ContextualRotation):
         """Returns the places times the frequencies, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
         return self.places(features, keys) * self.rotation.inverse_frequencies(keys.lengths)
 
-    def factors(self, features: Tensor, positions: Positions, dtype: torch.dtype) -> RotationFactors:
-        """The factors of a rotation of heads of a dtype, from what `angles` takes."""
-        if type(self).angles is not ContextualPlaces.angles:
-            return super().factors(features, positions, dtype)
-        return self.factors_at(self.places(features, positions), positions, dtype)
-
-    def new_factors(
-        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    def factors(
+        self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
     ) -> RotationFactors:
         """Computes all places, but only the angles of new tokens."""
+        if type(self).angles is not ContextualPlaces.angles:
+            return super().factors(features, keys, dtype, cached)
         if cached is None:
-            return self.factors(features, keys, dtype)
+            return self.factors_at(self.places(features, keys), keys, dtype)
         places = self.places(torch.cat((cached, features), dim=-2), keys)
         return self.factors_at(places[..., cached.shape[-2] :, :], keys, dtype)
 

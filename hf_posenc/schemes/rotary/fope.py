@@ -15,6 +15,7 @@ from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.hope import SHORTEST_LENGTH, FlooredRotaryConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.weights import copied_
 
 #: Smaller sums of shares are refused, because dividing by the sum would make a pair many times longer.
 SMALLEST_SUM = 0.1
@@ -84,20 +85,12 @@ class FourierMap(RotaryMap):
         super().__init__(inverse_frequencies, layout)
         self.num_turning = coefficients.shape[-2]
         self.released = released
-        self._initial_coefficients = DeviceConstant(coefficients)
         self._initial_shares = DeviceConstant(self.shares(coefficients))
         #: Cosine and sine of the other pairs.
         self._others = DeviceConstant(torch.tensor((1.0, 1.0 if released else 0.0), device="cpu").view(2, 1, 1, 1, 1))
         self.coefficients: nn.Parameter | None = None
         if learnable:
-            self.coefficients = nn.Parameter(torch.empty(coefficients.shape))
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Resets learned coefficients to those of the seed."""
-        if self.coefficients is not None:
-            self.coefficients.copy_(self._initial_coefficients.on(self.coefficients.device))
+            self.coefficients = self.learned("coefficients", coefficients.shape, copied_, values=coefficients)
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns mixed cosine and sine, each `(batch or 1, query_len, key_value_heads, rotary_dim)` in float32."""

@@ -29,15 +29,9 @@ class GrapeMRotation(ContextualPlaces):
     def __init__(self, config: GrapeMConfig, context: BuildContext) -> None:
         super().__init__(LearnedFrequenciesMap(config.frequencies(context), config.layout), context)
         self.gate_scale = config.gate_scale
-        self.initial_bias = config.initial_bias
-        self.weight = nn.Parameter(torch.empty(context.key_heads if config.per_head else 1, context.input_size))
-        self.bias = nn.Parameter(torch.empty(self.weight.shape[0]))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the increments of all tokens to the same value."""
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, self.initial_bias)
+        heads = context.key_heads if config.per_head else 1
+        self.weight = self.learned("weight", (heads, context.input_size), nn.init.zeros_)
+        self.bias = self.learned("bias", heads, nn.init.constant_, val=config.initial_bias)
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the increments of the tokens, `(batch, key_value_heads or 1, length, 1)` float32."""
@@ -51,12 +45,12 @@ class GrapeMRotation(ContextualPlaces):
             contributions = contributions.masked_fill(keys.padding.unsqueeze(-1), 0.0)
         return contributions.cumsum(dim=-2) - contributions
 
-    def new_factors(
-        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    def factors(
+        self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
     ) -> RotationFactors:
         """Adds up all cached increments at once if there is one new token."""
         if cached is None or features.shape[-2] != 1 or keys.may_hold_padding:
-            return super().new_factors(cached, features, keys, dtype)
+            return super().factors(features, keys, dtype, cached)
         return self.factors_at(cached.sum(dim=-2, keepdim=True), keys, dtype)
 
 

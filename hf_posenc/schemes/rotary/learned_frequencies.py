@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
@@ -28,23 +25,11 @@ class LearnedFrequenciesMap(RotaryMap):
         super().__init__(inverse_frequencies, layout)
         self.whole_heads = num_key_heads is not None
         heads = () if num_key_heads is None else (num_key_heads,)
-        self.log_offsets = nn.Parameter(torch.empty(*heads, inverse_frequencies.shape[-1]))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets the frequencies to their initial values."""
-        nn.init.zeros_(self.log_offsets)
+        self.log_offsets = self.learned("log_offsets", (*heads, inverse_frequencies.shape[-1]), nn.init.zeros_)
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """`(rotary_dim / 2,)` or `(key_value_heads, rotary_dim / 2)` float32, for `lengths` `(batch or 1, 1)`."""
         return self._constants.on(lengths.device) * self.log_offsets.float().exp()
-
-    def signed_frequencies(self, positions: Positions) -> Tensor:
-        """While tokens are decoded, a cache keeps them."""
-        if type(self).inverse_frequencies is not LearnedFrequenciesMap.inverse_frequencies:
-            return super().signed_frequencies(positions)
-        compute = functools.partial(super().signed_frequencies, positions)
-        return positions.kept(self, "signed frequencies", compute)
 
 
 @register_scheme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import ClassVar
 
@@ -28,18 +29,11 @@ class PopeMap(QueryKeyMap):
         head_dim = context.head_dim
         self.rotary_dim = head_dim
         self.theta = config.theta
-        self.initial_delta = config.initial_delta
         # RoPE spreads its frequencies over pairs. PoPE spreads the same range over single dimensions.
         self._inverse_frequencies = DeviceConstant(rope_inverse_frequencies(config.theta, 2 * head_dim))
-        self.delta = nn.Parameter(torch.empty(context.key_heads, head_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises the phases of keys with zero or with random values from `[-2 pi, 0]`."""
-        if self.initial_delta == "zero":
-            nn.init.zeros_(self.delta)
-        else:
-            nn.init.uniform_(self.delta, -2 * math.pi, 0.0)
+        uniform = functools.partial(nn.init.uniform_, a=-2 * math.pi, b=0.0)
+        start = nn.init.zeros_ if config.initial_delta == "zero" else uniform
+        self.delta = self.learned("delta", (context.key_heads, head_dim), start)
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns cosine and sine side by side, of queries and of keys, in float32.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
-from hf_posenc.schemes.weights import NormalWeights
 
 
-class RepoRotation(NormalWeights, ContextualPlaces):
+class RepoRotation(ContextualPlaces):
     """A rotation by places that a gated projection of each token predicts."""
 
     angles_stay = True
@@ -24,11 +22,9 @@ class RepoRotation(NormalWeights, ContextualPlaces):
     def __init__(self, config: RepoConfig, context: BuildContext) -> None:
         super().__init__(RotaryMap(config.frequencies(context), config.layout), context)
         width = max(1, context.input_size // 8) if config.width is None else config.width
-        self.initializer_range = config.initial_std
-        self.gate = nn.Parameter(torch.empty(width, context.input_size))
-        self.content = nn.Parameter(torch.empty(width, context.input_size))
-        self.places_of_heads = nn.Parameter(torch.empty(context.key_heads, width))
-        self.reset_parameters()
+        self.gate = self.learned("gate", (width, context.input_size), std=config.initial_std)
+        self.content = self.learned("content", (width, context.input_size), std=config.initial_std)
+        self.places_of_heads = self.learned("places_of_heads", (context.key_heads, width), std=config.initial_std)
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the places of the tokens, `(batch, key_value_heads, length, 1)` float32."""

@@ -57,7 +57,6 @@ class RotaryMap(QueryKeyMap):
         self.layout = "half" if layout == "auto" else layout
         self.attention_scaling = attention_scaling
         self._constants = DeviceConstant(inverse_frequencies)
-        self._signed = DeviceConstant(signed_for_both_of_pair(inverse_frequencies, self.layout))
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """Returns float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1,
@@ -68,10 +67,15 @@ class RotaryMap(QueryKeyMap):
         return self._constants.on(lengths.device)
 
     def signed_frequencies(self, positions: Positions) -> Tensor:
-        """The `inverse_frequencies` for both dimensions of each pair, with the sign of the sine; not "interleaved"."""
-        if type(self).inverse_frequencies is RotaryMap.inverse_frequencies:
-            return self._signed.on(positions.ids.device)
-        return signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)
+        """The frequencies for both dimensions of each pair, with the sign of the sine; not "interleaved".
+
+        For a map whose frequencies depend on its weights alone. While tokens are decoded, a cache keeps them.
+        """
+
+        def compute() -> Tensor:
+            return signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)
+
+        return positions.kept(self, "signed frequencies", compute)
 
     def angles(self, positions: Positions) -> Tensor:
         """Returns the angle of each pair in radians, `(batch or 1, query_len, rotary_dim / 2)` float32.

@@ -136,6 +136,13 @@ class CoordinateRotaryMap(RotaryMap):
         return x.unflatten(-1, (self.blocks, -1)).flatten(-3, -2)
 
 
+@torch.no_grad()
+def _turned_at_random_(frequencies: Tensor, axial: Tensor) -> None:
+    """Sets learned frequencies to the axial ones, turned in a random direction for every head."""
+    turned = [random_rotation(len(axial)) @ axial for _ in range(frequencies.shape[1])]
+    frequencies.copy_(torch.stack(turned, dim=1))
+
+
 class MixedRotaryMap(CoordinateRotaryMap):
     """A `CoordinateRotaryMap` with learned frequencies.
 
@@ -151,15 +158,8 @@ class MixedRotaryMap(CoordinateRotaryMap):
     def __init__(self, frequencies: Tensor, num_heads: int, config: RopeNdConfig) -> None:
         super().__init__(frequencies, config.layout, config.name, config)
         self.whole_heads = num_heads > 1
-        self.frequencies = nn.Parameter(torch.empty(self.axes, num_heads, frequencies.shape[-1]))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Rotates the axial frequencies of every head in a random direction."""
-        axial = self._constants.on(torch.device("cpu"))
-        turned = [random_rotation(self.axes) @ axial for _ in range(self.frequencies.shape[1])]
-        self.frequencies.copy_(torch.stack(turned, dim=1))
+        shape = (self.axes, num_heads, frequencies.shape[-1])
+        self.frequencies = self.learned("frequencies", shape, _turned_at_random_, axial=frequencies)
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """The learned frequencies, `(axes, rotary_dim / 2)` or `(axes, key_value_heads, rotary_dim / 2)` float32."""

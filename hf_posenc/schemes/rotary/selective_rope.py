@@ -34,26 +34,18 @@ class SelectiveRotation(ContextualRotation):
         frequencies = config.frequencies(context)
         count = frequencies.shape[0]
         super().__init__(2 * count, config.layout, context)
-        self.initial_std = config.initial_std
         self.num_features = self.num_shared_features = count + config.gate
         self.needs_oldest_keys = config.kernel_size > 1
         self._frequencies = DeviceConstant(frequencies)
-        self.down = nn.Parameter(torch.empty(config.rank, input_size))
-        self.up = nn.Parameter(torch.empty(heads, count, config.rank))
-        self.kernel = nn.Parameter(torch.empty(heads, count, config.kernel_size))
-        self.gate_weight = nn.Parameter(torch.empty(heads, input_size)) if config.gate else None
-        self.gate_bias = nn.Parameter(torch.empty(heads)) if config.gate else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws projections from N(0, initial_std) and the convolution as torch draws a new `Conv1d`."""
-        for weight in (self.down, self.up, self.gate_weight):
-            if weight is not None:
-                nn.init.normal_(weight, std=self.initial_std)
-        bound = self.kernel.shape[-1] ** -0.5
-        nn.init.uniform_(self.kernel, -bound, bound)
-        if self.gate_bias is not None:
-            nn.init.zeros_(self.gate_bias)
+        self.down = self.learned("down", (config.rank, input_size), std=config.initial_std)
+        self.up = self.learned("up", (heads, count, config.rank), std=config.initial_std)
+        # As torch draws a new `Conv1d`.
+        bound = config.kernel_size**-0.5
+        self.kernel = self.learned("kernel", (heads, count, config.kernel_size), nn.init.uniform_, a=-bound, b=bound)
+        self.gate_weight = (
+            self.learned("gate_weight", (heads, input_size), std=config.initial_std) if config.gate else None
+        )
+        self.gate_bias = self.learned("gate_bias", heads, nn.init.zeros_) if config.gate else None
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the angle of each pair and the gate, `(batch, key_value_heads, length, num_features)` float32."""
@@ -76,12 +68,12 @@ class SelectiveRotation(ContextualRotation):
             return self._sums(features, neighbours)
         return tokens_at(self._sums(tokens_at(features, order), neighbours), back)
 
-    def new_factors(
-        self, cached: Tensor | None, features: Tensor, keys: Positions, dtype: torch.dtype
+    def factors(
+        self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
     ) -> RotationFactors:
         """Multiplies the cached features by weights if there is one new token, and no more precision is needed."""
         if cached is None or features.shape[-2] != 1 or dtype == torch.float64:
-            return super().new_factors(cached, features, keys, dtype)
+            return super().factors(features, keys, dtype, cached)
         count, steps = self.kernel.shape[1:]
         lengths = [cached.shape[-2], 1]
         if self.gate_weight is None:

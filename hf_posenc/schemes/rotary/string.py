@@ -116,13 +116,9 @@ class CayleyMap(RotationInBasis):
         super().__init__(rotation, num_key_heads)
         width = self.rotary_dim
         self._above_diagonal = DeviceConstant(torch.triu_indices(width, width, offset=1, device="cpu"))
-        self.skew = nn.Parameter(torch.empty(num_key_heads or 1, width * (width - 1) // 2))
+        # At first, the basis is the identity.
+        self.skew = self.learned("skew", (num_key_heads or 1, width * (width - 1) // 2), nn.init.zeros_)
         self._fixed: Tensor | None = None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the basis to the identity."""
-        nn.init.zeros_(self.skew)
 
     def fix_weights(self) -> None:
         """Computes the basis, because ONNX has no operator that solves a linear system."""
@@ -181,12 +177,7 @@ class CirculantRotation(RotaryMap):
         initial = 2 / width * inverse_frequencies[:turning].double() @ sines
         self._sines = DeviceConstant(sines.float())
         self._initial = DeviceConstant(initial.float())
-        self.generator_offsets = nn.Parameter(torch.empty(num_key_heads or 1, turning))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets the generator to that of the initial frequencies."""
-        nn.init.zeros_(self.generator_offsets)
+        self.generator_offsets = self.learned("generator_offsets", (num_key_heads or 1, turning), nn.init.zeros_)
 
     def generator(self) -> Tensor:
         """`(key_value_heads or 1, d/2 - 1)` float32: `l[1] .. l[d/2 - 1]` in the first column of the generator."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.positions import Positions
@@ -21,16 +20,9 @@ class SSMaxScale(VisibleKeysScale):
         super().__init__(context)
         length = config.training_length
         # One over the mean of log(n) for n = 1 .. length.
-        self.initial_scale = config.initial_scale or 1 / (math.lgamma(length + 1) / length)
-        self.scale = nn.Parameter(torch.empty(context.num_heads))
-        self.bias = nn.Parameter(torch.empty(context.num_heads)) if config.bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets the scale of every head, and sets biases to 0."""
-        nn.init.constant_(self.scale, self.initial_scale)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        initial = config.initial_scale or 1 / (math.lgamma(length + 1) / length)
+        self.scale = self.learned("scale", context.num_heads, nn.init.constant_, val=initial)
+        self.bias = self.learned("bias", context.num_heads, nn.init.zeros_) if config.bias else None
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads, length)` in float32."""
