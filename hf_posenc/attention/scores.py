@@ -84,26 +84,23 @@ class ScoresMode(TorchFunctionMode):
         self.factor: Factor = 1.0
         self.query_factor: Factor = 1.0
         self.key_factor: Factor = 1.0
-        self._is_paused = False
         #: The tensors that were multiplied with one number before the product, by id, and that number.
         self._scaled: dict[int, tuple[Tensor, Factor]] = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Intercepts nothing within: code that the module calls, but is not its own, may multiply too."""
-        before, self._is_paused = self._is_paused, True
+        self.__exit__(None, None, None)
         try:
             yield
         finally:
-            self._is_paused = before
+            self.__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Intercepts one torch call."""
         kwargs = kwargs or {}
-        if self._is_paused:
-            return func(*args, **kwargs)
         if self.score_shape is None:
             result = self._product(func, args, kwargs)
             if self.score_shape is None:

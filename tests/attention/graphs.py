@@ -20,6 +20,7 @@ from transformers import StaticCache
 
 from hf_posenc import PositionEncodingError
 from tests.kits import decoding as kit
+from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import gradients, patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 
@@ -52,8 +53,10 @@ class Trained:
 
 def model_of(architecture: str, scheme: Any, num_hidden_layers: int = 1) -> Any:
     """A graph grows with the layers, so there is one, unless layers share something."""
-    overrides = {"max_position_embeddings": 128, "num_hidden_layers": num_hidden_layers}
-    return patched(architecture, scheme, attn_implementation="sdpa", **overrides)
+    overrides: dict[str, Any] = {"max_position_embeddings": 128, "num_hidden_layers": num_hidden_layers}
+    if ARCHITECTURES[architecture].sdpa:
+        overrides["attn_implementation"] = "sdpa"
+    return patched(architecture, scheme, **overrides)
 
 
 def trained(scheme: Any) -> Trained:

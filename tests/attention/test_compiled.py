@@ -35,7 +35,7 @@ def graphs(architecture: str, scheme: str | None) -> int:
     model = model_of(architecture, scheme)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    arguments = {"use_cache": False} if architecture == "llama_gqa" else {}
+    arguments = {} if architecture == "bert" else {"use_cache": False}
     with torch.no_grad():
         # The model itself runs last: it would prepare something that the graphs may be in want of.
         found = [compiled(tokens(length=length), **arguments).logits for length in LENGTHS]
@@ -53,8 +53,8 @@ def test_what_stock_needs(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "scheme"),
     mostly_slow(
-        [pair for pair in product(["llama_gqa", "bert"], FORMS) if pair != ("bert", "forget_gate")],
-        {("llama_gqa", "t5"), ("bert", "learned")}.__contains__,
+        [pair for pair in product(["llama_gqa", "bert", "bloom"], FORMS) if pair != ("bert", "forget_gate")],
+        {("llama_gqa", "t5"), ("bert", "learned"), ("bloom", "shaw")}.__contains__,
     ),
 )
 def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
@@ -92,8 +92,9 @@ def test_training_steps_too(scheme: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"alibi", "rope"}.__contains__))
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(scheme: str) -> None:
-    model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=2).train(), tokens(length=12)
+@pytest.mark.parametrize("architecture", ["llama_gqa", "bloom"])
+def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(architecture: str, scheme: str) -> None:
+    model, ids = model_of(architecture, SCHEMES[scheme], num_hidden_layers=2).train(), tokens(length=12)
     mask, found = kit.left_padding(12, 3), []
     for checkpointing in (False, True):
         if checkpointing:
@@ -111,8 +112,13 @@ def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(s
             *product(["llama_gqa"], DECODED),
             # Its attention computes queries and keys in one projection, and its cache is updated in another place.
             *product(["gpt2"], ["rope", "alibi", "sinusoidal", "forget_gate", "pope", "cope"]),
+            # It computes its scores itself.
+            *product(["bloom"], ["rope", "alibi", "sinusoidal", "forget_gate", "pope", "string", "selective_rope"]),
         ],
-        {("llama_gqa", scheme) for scheme in ("forget_gate", "shaw", "rope", "learned")}.__contains__,
+        {
+            *product(["llama_gqa"], ["forget_gate", "shaw", "rope", "learned"]),
+            *product(["bloom"], ["string", "selective_rope"]),
+        }.__contains__,
     ),
 )
 def test_a_static_cache_is_decoded_in_one_graph(architecture: str, scheme: str) -> None:

@@ -294,7 +294,9 @@ class LogitSite(PlacedForward):
         """
         if query_length + key_length > FEW_TOKENS or not torch.is_grad_enabled():
             return None
-        unseen = query_length - 1 if mask is None and self.encoding.causal else 0
+        # A query without keys has the mean of all values in modules that compute their scores, later ones included.
+        all_see_keys = mask is None and state.attention_mask is None
+        unseen = query_length - 1 if all_see_keys and self.encoding.causal else 0
 
         def distances() -> tuple[Tensor]:
             offset, first = self.key_start(state, query_length, key_length)

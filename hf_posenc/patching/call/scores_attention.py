@@ -39,9 +39,8 @@ class ScoresAttention(AttentionSite):
         self.zero_tables: list[str] = []
         self.calls: PerThread[LayerCall] = PerThread()
 
-    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs uncompiled."""
+        """Runs the module's forward under a `ScoresMode`."""
         if self.retired:
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
