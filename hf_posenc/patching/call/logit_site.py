@@ -213,22 +213,6 @@ class LogitSite(PlacedForward):
                     # Some of the tokens whose angles cached keys were rotated by are gone.
                     if bool(((before >= 0).sum(-1) <= before.amax(-1)).any()):
                         EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-                call.rotation = rotation.factors(features, state.positions(), key.dtype)
-            elif cached is not None and in_slots:
-                keys, slots = self._places(state, new, cached.shape[-2], as_cached=True)
-                factors = rotation.factors(cached.index_copy(-2, slots, features), keys, key.dtype)
-                call.rotation = factors.each(lambda factor: factor.index_select(-2, slots))
-            else:
-                length = new if cached is None else cached.shape[-2] + new
-                keys, _ = self._places(state, new, length, as_cached=True)
-                if not traced() and length > new and is_accepted(state.cache_object):
-                    before = keys.ids[:, :-new]
-                    # Some of the tokens whose angles cached keys were rotated by are gone.
-                    if bool(((before >= 0).sum(-1) <= before.amax(-1)).any()):
-                        EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-                call.rotation = rotation.new_factors(cached, features, keys, key.dtype)
-=======
-                    self._require_all_tokens(keys.ids[:, :-new])
                 call.rotation = rotation.factors(features, keys, key.dtype, cached)
             return apply_rotation(key, call.rotation, rotation.layout)
 
