@@ -6,7 +6,7 @@ Keys are mapped before they enter the cross-attention cache, which is filled in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from hf_posenc.patching.call.logit_site import check_heads, form_of_places
 from hf_posenc.patching.call.paged_requests import EAGER
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.positions import Positions
-
-if TYPE_CHECKING:
-    pass
 
 
 class CrossAttention(Rebound):
