@@ -375,7 +375,8 @@ class AttentionPairs:
         if self.memo is not None:
             known = self.memo.get(name)
             if known is None:
-                known = self.memo[name] = (compute(),)
+                found = self.keys.remembered(name, compute, self.keys.ids, self.query_slots)
+                known = self.memo[name] = (found,)
             return known[0]
         if self.query_slots.shape[0] != 1 and not self.is_small:
             return compute()
