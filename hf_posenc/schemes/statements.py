@@ -74,7 +74,7 @@ def overlooked(part: Any) -> str:
             )
     if hooks:
         warn_user(
-            f"A hook of a {kind.__name__} may not be called: other methods of this part than forward are used. To "
-            f"change what it computes, define the methods in a subclass of {kind.__name__}."
+            f"A hook of a {kind.__name__} is not always called, because this part is also used through methods other "
+            f"than forward. To change what it computes, define the methods in a subclass of {kind.__name__}."
         )
     return ""

@@ -332,7 +332,7 @@ class ForwardState:
     ) -> tuple[dict[int, int], Any] | None:
         """What the `of_layers` of a part gives for the layers of a kind, evaluated once per forward and device.
 
-        In a narrow model the number of operators decides the time, and layers together need as many as one.
+        The time of a narrow model depends on the number of operators. All layers together need as many as one layer.
 
         Args:
             site: one of the layers.

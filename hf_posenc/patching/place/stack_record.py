@@ -118,11 +118,11 @@ class StackRecord:
         self.frozen = []
         if names:
             warn_user(
-                f"PEFT has frozen parameters of {self.encoding.runtime.scheme.label!r} that are as patch_model has "
-                f"initialised them ({names[0]}; {len(names)} in all), so the adapter is trained with an "
-                "untrained scheme. To train both, call hf_posenc.recipes.add_lora(model, config) instead of "
-                "get_peft_model, or model.get_base_model().position_encoding.requires_grad_(True) after it. To keep "
-                "these numbers, call model.position_encoding.requires_grad_(False) before it."
+                f"PEFT has frozen parameters of {self.encoding.runtime.scheme.label!r} that were never trained "
+                f"({names[0]}; {len(names)} in all): they have the values that patch_model gave them. The adapter is "
+                "trained with an untrained scheme. To train both, call hf_posenc.recipes.add_lora(model, config) "
+                "instead of get_peft_model, or model.get_base_model().position_encoding.requires_grad_(True) after it. "
+                "To keep these numbers, call model.position_encoding.requires_grad_(False) before it."
             )
 
     def refuse_unattended(self) -> None:
