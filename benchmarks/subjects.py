@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from benchmarks.apart import Apart
 from benchmarks.levels import LEVELS, SMOLLM2, SMOLLM2_LEVEL, Sizes, image_side
@@ -27,7 +27,7 @@ DECODE_BATCH = "decode_batch16"
 DECODING = {"decode": 1, DECODE_BATCH: 16, "decode_compiled": 1}
 #: Phases of compiled models, measured on request. A token is decoded with a static cache.
 COMPILED = ("train_compiled", "decode_compiled")
-#: Number of tokens that a static cache has room for after its first ones.
+#: Number of tokens that are decoded before the cache is filled again.
 ROOM = 64
 #: A cache of any length is extended from one that the model itself writes for this many tokens.
 _SEED_TOKENS = 16
@@ -103,7 +103,9 @@ class Subject:
 
 @dataclass
 class LanguageModel(Subject):
-    """A whole model: forward and training step on `length` tokens, or one token after a cache of `length` tokens."""
+    """A whole model: forward and training step on `length` tokens, or tokens after a cache of `length` tokens,
+    which grows by at most `ROOM` tokens.
+    """
 
     model: Any = None
     _apart: dict[tuple[str, int], Apart] = field(default_factory=dict)
@@ -118,12 +120,8 @@ class LanguageModel(Subject):
             return Call(elsewhere, seconds=elsewhere)
         model = self.model.train(phase.startswith("train"))
         if phase in DECODING:
-            cache = self.filled_cache(length, DECODING[phase])
-            token = self.setting.tokens(1, DECODING[phase])
-            return Call(
-                torch.no_grad()(lambda: model(input_ids=token, past_key_values=cache, use_cache=True)),
-                lambda: cache.crop(-1),
-            )
+            batch = DECODING[phase]
+            return Call(*self._decoding(model, length, lambda: self.filled_cache(length, batch), batch))
         tokens = self.setting.tokens(length)
         uncached = {"use_cache": False} if model.can_generate() else {}
         if phase.startswith("train"):
@@ -145,19 +143,32 @@ class LanguageModel(Subject):
             tokens = self.setting.tokens(length)
             given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
             return lambda: compiled(**given).loss.backward(), self.model.zero_grad
-        cache, token = StaticCache(config=self.model.config, max_cache_len=length + ROOM), self.setting.tokens(1)
+        cache = StaticCache(config=self.model.config, max_cache_len=length + ROOM)
 
         @torch.no_grad()
-        def fill() -> None:
+        def fill() -> Cache:
             cache.reset()
             self.model(input_ids=self.setting.tokens(length), past_key_values=cache, use_cache=True)
+            return cache
+
+        return self._decoding(compiled, length, fill)
+
+    def _decoding(
+        self, model: Callable[..., object], length: int, fill: Callable[[], Cache], batch: int = 1
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Returns a call that decodes a token, and a function that fills the cache again after `ROOM` tokens."""
+        cache, token = fill(), self.setting.tokens(1, batch)
+
+        @torch.no_grad()
+        def run() -> object:
+            return model(input_ids=token, past_key_values=cache, use_cache=True)
 
         def after() -> None:
+            nonlocal cache
             if int(cache.get_seq_length()) == length + ROOM:
-                fill()
+                cache = fill()
 
-        fill()
-        return torch.no_grad()(lambda: compiled(input_ids=token, past_key_values=cache, use_cache=True)), after
+        return run, after
 
     def filled_cache(self, length: int, batch: int = 1) -> DynamicCache:
         """Returns a cache of `length` tokens in each of `batch` sequences.

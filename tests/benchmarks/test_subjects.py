@@ -8,7 +8,7 @@ from benchmarks.bare import without_rotation
 from benchmarks.levels import LEVELS
 from benchmarks.lineup import REFERENCES, build_lineup
 from benchmarks.peers import PEER_GROUPS
-from benchmarks.subjects import AttentionCall, LanguageModel
+from benchmarks.subjects import ROOM, AttentionCall, LanguageModel
 from hf_posenc import list_schemes
 from tests.benchmarks.tiny import TINY
 
@@ -90,18 +90,18 @@ def test_models_share_weights_and_not_gradients(level):
 
 
 @pytest.mark.parametrize("scheme", ["bare", "stock", "rope", "alibi", "pope", "forget_gate"])
-def test_every_step_sees_the_same_cache(scheme):
+def test_a_cache_grows_for_a_number_of_tokens_and_is_filled_again(scheme):
     subject = named("model", scheme)[scheme]
-    lengths = []
+    caches = []
     original = subject.filled_cache
-    subject.filled_cache = lambda *given: lengths.append(original(*given)) or lengths[-1]  # type: ignore[method-assign]
+    subject.filled_cache = lambda *given: caches.append(original(*given)) or caches[-1]  # type: ignore[method-assign]
     with subject.ready("decode", 21) as call:
         call.run()
-        assert lengths[0].get_seq_length() == 22
         call.after()
-        assert lengths[0].get_seq_length() == 21
-        call.once()
-        assert lengths[0].get_seq_length() == 21
+        assert [cache.get_seq_length() for cache in caches] == [22]
+        for _ in range(ROOM):
+            call.once()
+    assert [cache.get_seq_length() for cache in caches] == [21 + ROOM, 22]
 
 
 def test_a_grown_cache_is_what_the_model_writes_for_repeated_tokens():
