@@ -57,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     first, tokens = options.folders[0], random.Random(0).choices(range(1000, 2000), k=options.prompt)
     times = measure(lambda name: timed(files[name], tokens, options.steps), list(files), options.rounds)
     rows = [
-        (name, phase, f"{statistics.median(found):.2f}", _SPREAD.format(**quartiles(found, times[first][phase])))
+        (name, phase, f"{statistics.median(seconds):.2f}", _SPREAD.format(**quartiles(seconds, times[first][phase])))
         for name, by_phase in times.items()
-        for phase, found in by_phase.items()
+        for phase, seconds in by_phase.items()
     ]
     sizes = f"A prompt of {options.prompt} tokens and {options.steps} new tokens, {options.rounds} rounds."
     table = markdown_table(("file", "phase", "ms per token", f"over {first}"), rows)

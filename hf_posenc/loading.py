@@ -25,9 +25,9 @@ def model_class(config: Any) -> Any:
     if not architectures:
         return transformers.AutoModel
     wanted = architectures[0].removeprefix(_ARCHITECTURE_PREFIX)
-    found = getattr(transformers, wanted, None)
-    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        return found
+    candidate = getattr(transformers, wanted, None)
+    if isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel):
+        return candidate
     raise UsageError(
         f"transformers has no model {wanted!r}, and loading it as a bare model would drop its head. In Python, load it "
         "with its own class and call hf_posenc.patch_model."
@@ -48,10 +48,10 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
             f"{model} --merge-adapters`, or merge_and_unload() and save_pretrained() in Python."
         )
     config = load_config(model)
-    found = model_class(config)
+    auto_class = model_class(config)
     if not config_only:
-        return _load(found.__name__, model).eval()
-    build = found.from_config if found.__name__ == "AutoModel" else found._from_config
+        return _load(auto_class.__name__, model).eval()
+    build = auto_class.from_config if auto_class.__name__ == "AutoModel" else auto_class._from_config
     return build(config).eval()
 
 

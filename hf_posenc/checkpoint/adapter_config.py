@@ -58,8 +58,8 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     entry = disk.get(ATTRIBUTE)
     config = entry.get("adapter") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        found = f"a {ATTRIBUTE!r} entry without the config of the adapter"
-        raise damaged(Path(source).parent, found, file=ADAPTER_CONFIG)
+        problem = f"a {ATTRIBUTE!r} entry without the config of the adapter"
+        raise damaged(Path(source).parent, problem, file=ADAPTER_CONFIG)
     check_format(entry, FORMAT, Path(source).parent, ADAPTER_CONFIG)
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 
@@ -117,11 +117,11 @@ def check_scheme(model: Any, config: Any) -> None:
     if scheme is None:
         return
     expected = scheme_from_dict(scheme) if scheme else None
-    found = [encoding.config for encoding in encodings(model)]
-    if found and expected in (None, *found):
+    schemes = [encoding.config for encoding in encodings(model)]
+    if schemes and expected in (None, *schemes):
         return
     trained = "a position encoding" if expected is None else f"the position encoding {expected!r}"
-    kind, present = type(config).__name__, repr(found[0]) if found else "its stock positions"
+    kind, present = type(config).__name__, repr(schemes[0]) if schemes else "its stock positions"
     raise UnsupportedError(
         f"This {kind} was read from an adapter that was trained with {trained}, but this {type(model).__name__} has "
         f"{present}. The adapter only works with the positions it was trained with. Load the adapter with "
@@ -143,13 +143,13 @@ def check_targets(model: Any, config: Any) -> None:
     Raises:
         UnsupportedError: naming the module, and what to do.
     """
-    found = encodings(model)
-    if not found:
+    placed = encodings(model)
+    if not placed:
         return
-    changes = [change for encoding in found for change in encoding.record.journal.changes if change.kind == "frozen"]
+    changes = [change for encoding in placed for change in encoding.record.journal.changes if change.kind == "frozen"]
     unused = {(id(change.target), change.attribute) for change in changes}
-    inside = {id(module) for encoding in found for module in encoding.modules()}
-    kind, scheme = type(config).__name__, found[0].config.name
+    inside = {id(module) for encoding in placed for module in encoding.modules()}
+    kind, scheme = type(config).__name__, placed[0].config.name
     for path, module in model.named_modules():
         names = {name for name, _ in module.named_parameters(recurse=False)}
         without_effect = {name for name in names if (id(module), name) in unused}
@@ -179,14 +179,16 @@ def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bo
 
     names = [f"{path}.{name}" for name in parameters]
     if any(
-        f".{name}".endswith(f".{one}") for name in names for one in getattr(config, "target_parameters", None) or ()
+        f".{name}".endswith(f".{target}")
+        for name in names
+        for target in getattr(config, "target_parameters", None) or ()
     ):
         yield "target_parameters"
     if not whole:
         return
     for field in ("modules_to_save", "trainable_token_indices"):
         chosen = getattr(config, field, None) or ()
-        if not isinstance(chosen, str) and any(isinstance(one, str) and path.endswith(one) for one in chosen):
+        if not isinstance(chosen, str) and any(isinstance(target, str) and path.endswith(target) for target in chosen):
             yield field
     targets = getattr(config, "target_modules", None)
     if not targets:

@@ -81,9 +81,9 @@ class NamedSchemes:
         Raises:
             SchemeMismatchError: naming both schemes, if they differ.
         """
-        found = encodings(model)
-        places = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in found]
-        if len(found) == 1 and len(self.schemes) <= 1:  # Several paths may lead to one model.
+        present = encodings(model)
+        places = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in present]
+        if len(present) == 1 and len(self.schemes) <= 1:  # Several paths may lead to one model.
             places = places[:1]
         placed = {f"{path}.{MARK}": module.config for path, module in places if isinstance(module, PositionEncoding)}
         self.compare(placed, f"this {type(model).__name__}", remedy, reader)
@@ -139,7 +139,7 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
     index = find_file(source, _of_variant(SAFE_WEIGHTS_INDEX_NAME, variant), kwargs)
     if index is None:
         return None
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     content = read_index(index)
     for shard in _shards_of(content, index):
         path = find_file(source, shard, kwargs)
@@ -147,9 +147,9 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
             if os.path.isdir(source):
                 raise CheckpointError(f"{index} lists the file {shard!r}, which does not exist. Copy the whole folder.")
             return None  # The download is incomplete; transformers downloads the rest.
-        found |= _read_header(path)
+        tensors |= _read_header(path)
         check_shard(content, path)
-    return found
+    return tensors
 
 
 def check_scheme_fits(
@@ -179,15 +179,15 @@ def check_scheme_fits(
     if stored is None:
         return
     for name, parameter in encoding.weights().items():
-        needed, found = tuple(parameter.shape), stored.get(name)
-        if found is not None and found.shape == needed and found.floating == parameter.is_floating_point():
+        needed, tensor = tuple(parameter.shape), stored.get(name)
+        if tensor is not None and tensor.shape == needed and tensor.floating == parameter.is_floating_point():
             continue
-        if found is None:
+        if tensor is None:
             problem = "its weights have no such tensor, so it would run with random weights"
-        elif found.shape != needed:
-            problem = f"in {found.file} it has the shape {list(found.shape)}"
+        elif tensor.shape != needed:
+            problem = f"in {tensor.file} it has the shape {list(tensor.shape)}"
         else:
-            problem = f"in {found.file} it is {'a floating-point' if found.floating else 'an integer'} tensor"
+            problem = f"in {tensor.file} it is {'a floating-point' if tensor.floating else 'an integer'} tensor"
         options = {key: value for key, value in config.to_dict().items() if key != "scheme"}
         raise CheckpointError(
             f"The config with which {source} is loaded has the scheme {config.name!r} with the options "
@@ -212,11 +212,11 @@ def check_loaded(model: Any, info: Mapping[str, Any], source: str, entry_format:
     """
     (encoding,) = encodings(model)
     missing, unexpected = info.get("missing_keys", ()), info.get("unexpected_keys", ())
-    found, absent = encoding.loaded_scheme(), find_mark(missing) is not None
+    scheme, absent = encoding.loaded_scheme(), find_mark(missing) is not None
     if absent and entry_format < 2:
         warn_of_older_version(source)
-    elif found is not None or absent:  # Else the weights stay on disk or come from another process.
-        NamedSchemes(source, {} if found is None or absent else {MARK: found}).check(
+    elif scheme is not None or absent:  # Else the weights stay on disk or come from another process.
+        NamedSchemes(source, {} if scheme is None or absent else {MARK: scheme}).check(
             model,
             " Restore the config.json that was saved with them, or pass no `config`. To give them another scheme, load "
             "them with their own config and call patch_model.",
@@ -288,7 +288,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             below = {name: below_position_encoding(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
-            slices = {own: file.get_slice(name) for name, own in below.items() if own}
+            slices = {below_name: file.get_slice(name) for name, below_name in below.items() if below_name}
             return {
                 name: StoredTensor(tuple(part.get_shape()), "F" in part.get_dtype(), path.name)
                 for name, part in slices.items()
@@ -353,9 +353,9 @@ def files_read(source: Any, subfolder: str) -> dict[str, tuple[int, ...]] | None
     folder = os.path.join(source, subfolder) if isinstance(source, str | os.PathLike) else ""
     if not os.path.isdir(folder):
         return None
-    found: dict[str, tuple[int, ...]] = {}
+    states: dict[str, tuple[int, ...]] = {}
     for entry in os.scandir(folder):
         if entry.name == "config.json" or variant_of(entry.name) is not None:
             status = entry.stat()
-            found[entry.name] = (status.st_ino, status.st_mtime_ns, status.st_size)
-    return found
+            states[entry.name] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return states

@@ -247,9 +247,9 @@ def _names_in(draft: Path, target: Path) -> list[str]:
         ValueError: if the list is invalid; the message gives the problem.
         FileNotFoundError: if the draft no longer exists.
     """
-    for own in (_FINAL, _BARRIER):
-        if _is_plain_file(draft / own) is False:
-            raise ValueError(f"its {own} is not a regular file")
+    for name in (_FINAL, _BARRIER):
+        if _is_plain_file(draft / name) is False:
+            raise ValueError(f"its {name} is not a regular file")
     try:
         names = json.loads((draft / _FINAL).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -167,13 +167,15 @@ def write_card(model: Any, folder: Path, name: str | None = None) -> None:
 
 def _card(model: Any, before: str | None, name: str | None, folder: str) -> str | None:
     """The new card; `None` if there is nothing to write."""
-    found = _SECTION.search(before or "")
-    inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel) and encodings(one)), None)
+    earlier_section = _SECTION.search(before or "")
+    inner = next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel) and encodings(module)), None
+    )
     if inner is None:
-        return before if found is None else _tagged(_replaced(before or "", ""), remove=_section_tags(before))
+        return before if earlier_section is None else _tagged(_replaced(before or "", ""), remove=_section_tags(before))
     encoding = current_encoding(inner)
     assert encoding is not None
-    name = name or (found and found["name"])
+    name = name or (earlier_section and earlier_section["name"])
     section = _section(model, inner, encoding, name or folder, named=name is not None)
     names = scheme_names(encoding.config)
     tags = [*_card_tags(names), *(inner.model_tags or [])]
@@ -183,7 +185,7 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
         data = card_data(name or folder, type(inner).__name__, names, base_model=base if base != name else None)
         text, earlier = card_text(data, f"# {name or folder}", section), _TAGS.search(before or "")
         return _tagged(_TAGS.sub(lambda _: earlier[0], text, count=1) if earlier else text, add=tags)
-    text = f"{(before or '').rstrip()}\n\n{section}\n" if found is None else _replaced(before or "", section)
+    text = f"{(before or '').rstrip()}\n\n{section}\n" if earlier_section is None else _replaced(before or "", section)
     return _tagged(text, add=tags, remove=_section_tags(before))
 
 
@@ -204,20 +206,21 @@ def _section(
     class_name, adapter, report = type(inner).__name__, _is_adapter(model, inner), encoding.report
     assert report is not None
     adapters: Any = getattr(model, "peft_config", {}) if adapter else {}
-    stated = (one.base_model_name_or_path for one in adapters.values())
+    stated = (config.base_model_name_or_path for config in adapters.values())
     base = base or hub_name(inner) or next(filter(None, stated), None) or "the base model"
-    own: dict[str, str] = {}
-    for one in walk(encoding.config):
-        module = type(one).__module__
+    outside: dict[str, str] = {}
+    for scheme in walk(encoding.config):
+        module = type(scheme).__module__
         if not module.startswith("hf_posenc."):
-            own[module] = f"{own[module]}, {one.name}" if module in own else one.name
+            outside[module] = f"{outside[module]}, {scheme.name}" if module in outside else scheme.name
     imports = [_IMPORT]
-    for module, names in own.items():
+    for module, names in outside.items():
         here = f"# Here, run the code that registers: {names}."
         imports.append(here if module == "__main__" else f"import {module}  # registers {names}")
     package = f"the package [hf_posenc]({REPOSITORY})"
-    modules = ", ".join("the program that saved it" if module == "__main__" else f"`{module}`" for module in own)
-    source = f"from {modules}, which extends {package}" if own else f"from {package}"
+    importable = [module for module in outside if module != "__main__"]
+    modules = ", ".join("the program that saved it" if module == "__main__" else f"`{module}`" for module in outside)
+    source = f"from {modules}, which extends {package}" if outside else f"from {package}"
     loading = loading_section(name, class_name, imports=imports, base_model=base if adapter else None)
     layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
@@ -228,7 +231,7 @@ def _section(
             f"`{encoding.config.label}`, {source}."
             f"{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
-            f"### Programs that run it\n\n{_programs(inner, name, [one for one in own if one != '__main__'], adapter)}",
+            f"### Programs that run it\n\n{_programs(inner, name, importable, adapter)}",
             f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\nThe scheme acts in "
             f"{layers} attention layers and has {report.new_parameters} parameters. "
             f"`print(model.position_encoding.report)` lists each place.\n\n{versions_section()}",
@@ -281,7 +284,7 @@ def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
     replaced = f"replaced by `{config['scheme']}`"
     if config["scheme"] == PartsConfig.name:
         parts = zip(config["names"], config["schemes"], strict=True)
-        replaced = "replaced " + " and ".join(f"in its {part} part by `{one['scheme']}`" for part, one in parts)
+        replaced = "replaced " + " and ".join(f"in its {part} part by `{chosen['scheme']}`" for part, chosen in parts)
     return f"A stock `{class_name}` whose position encoding was {replaced}. All options:\n\n```json\n{options}\n```"
 
 
@@ -292,7 +295,7 @@ def _card_tags(names: Iterable[str]) -> list[str]:
 
 def scheme_names(config: SchemeConfig) -> list[str]:
     """The name of a scheme, or those of the schemes of parts of a composite model."""
-    return [one.name for one in config.schemes] if isinstance(config, PartsConfig) else [config.name]
+    return [scheme.name for scheme in config.schemes] if isinstance(config, PartsConfig) else [config.name]
 
 
 def loading_section(
@@ -409,7 +412,7 @@ def _replaced(text: str, section: str) -> str:
 
 def _section_tags(text: str | None) -> list[str]:
     """The tags that came with the sections in a card."""
-    return [tag for found in _SECTION.finditer(text or "") for tag in found["tags"].split(", ")]
+    return [tag for section in _SECTION.finditer(text or "") for tag in section["tags"].split(", ")]
 
 
 def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
@@ -417,8 +420,8 @@ def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> s
 
     Metadata in which they cannot be replaced is left as it is, such as metadata that is not YAML.
     """
-    found = _METADATA.match(text)
-    metadata = found[1] if found else ""
+    match = _METADATA.match(text)
+    metadata = match[1] if match else ""
     try:
         fields = yaml.safe_load(metadata) or {}
         tags = fields.get("tags") or []
@@ -436,6 +439,6 @@ def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> s
             return text
     except (yaml.YAMLError, AttributeError, TypeError):
         return text
-    if found:
-        return f"{text[: found.start(1)]}{metadata}{text[found.end(1) :]}" if metadata else text[found.end() :].lstrip()
+    if match:
+        return f"{text[: match.start(1)]}{metadata}{text[match.end(1) :]}" if metadata else text[match.end() :].lstrip()
     return f"---\n{metadata}---\n\n{text.lstrip()}"

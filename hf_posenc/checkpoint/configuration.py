@@ -36,13 +36,13 @@ class CheckpointError(PositionEncodingError, ValueError):
 
 
 def damaged(
-    source: Any, found: str, expected: str = "", remedy: str = "", file: str = "config.json"
+    source: Any, content: str, expected: str = "", remedy: str = "", file: str = "config.json"
 ) -> CheckpointError:
     """The error for a file with a field that was edited.
 
     Args:
         source: path or hub id of its folder.
-        found: the field and its value.
+        content: the field and its value.
         expected: what should be there.
         remedy: what to do if it was not edited.
         file: name of the file.
@@ -50,7 +50,7 @@ def damaged(
     instead = f", where {expected} is expected" if expected else ""
     cause = f" {remedy} Otherwise, the" if remedy else " The"
     return CheckpointError(
-        f"The {file} of {source} has {found}{instead}.{cause} file was edited or damaged; restore it, or save the "
+        f"The {file} of {source} has {content}{instead}.{cause} file was edited or damaged; restore it, or save the "
         "model again."
     )
 
@@ -123,8 +123,8 @@ def check_entry(disk: dict[str, Any], source: str) -> None:
     check_format(entry, FORMAT, source, "config.json")
     scheme = entry.get("scheme")
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
-        found = f"{shown(scheme)} in its {ATTRIBUTE!r} entry, which names no scheme"
-        raise damaged(source, found, 'a dictionary like {"scheme": "alibi", ...}')
+        content = f"{shown(scheme)} in its {ATTRIBUTE!r} entry, which names no scheme"
+        raise damaged(source, content, 'a dictionary like {"scheme": "alibi", ...}')
     if names_native(built_scheme(scheme, source, "config.json")):
         raise damaged(source, "the scheme 'native', which refers to the model's own scheme and is never saved")
     _check_lengths(entry.get(NATIVE_LENGTHS, {}), disk, source)
@@ -164,7 +164,7 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
     from transformers import CONFIG_MAPPING
 
     model_type, known = memory["model_type"], getattr(config_class, "model_type", "")
-    found = f"base_model_type {model_type!r} in its {ATTRIBUTE!r} entry, but"
+    content = f"base_model_type {model_type!r} in its {ATTRIBUTE!r} entry, but"
     if known and known != model_type:
         nested = [item for item in memory.values() if isinstance(item, dict) and item.get("model_type") == known]
         if nested or getattr(config_class, "base_config_key", "") in memory:
@@ -175,19 +175,19 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
             )
         raise damaged(
             source,
-            f"{found} {config_class.__name__} is the config class of {known!r} models",
+            f"{content} {config_class.__name__} is the config class of {known!r} models",
             remedy=f"Load it with the class it was saved from ({_classes(memory)}), if this is another one.",
         )
     if not known and model_type not in CONFIG_MAPPING and "AutoConfig" not in (memory.get("auto_map") or {}):
         raise damaged(
             source,
-            f"{found} transformers has no such model type",
+            f"{content} transformers has no such model type",
             remedy="If it is your own model type, register its config with AutoConfig.register before loading.",
         )
     for architecture in memory["architectures"] or []:
         types = _model_types_of(architecture)
         if types and model_type not in types:
-            raise damaged(source, f"{found} {architecture} is a {' or '.join(map(repr, sorted(types)))}")
+            raise damaged(source, f"{content} {architecture} is a {' or '.join(map(repr, sorted(types)))}")
 
 
 def _classes(memory: dict[str, Any]) -> str:
@@ -198,13 +198,13 @@ def _model_types_of(architecture: str) -> set[str]:
     """Returns the model types of a class name in transformers' auto classes; empty for an unlisted class."""
     from transformers.models.auto import modeling_auto
 
-    found = set()
+    types = set()
     for name, mapping in vars(modeling_auto).items():
         if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES"):
             for model_type, names in mapping.items():
                 if architecture == names or (isinstance(names, tuple | list) and architecture in names):
-                    found.add(model_type)
-    return found
+                    types.add(model_type)
+    return types
 
 
 def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:

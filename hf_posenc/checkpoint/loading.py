@@ -215,8 +215,8 @@ def _from_pretrained(call: Call) -> Any:
 
     def check_fits(anatomy: Any, scheme: Any) -> None:
         # At this point a model on the hub has been downloaded.
-        found = stored_position_weights(source, call.arguments) if stored is None else stored
-        check_scheme_fits(anatomy, scheme, found, _named(source))
+        weights = stored_position_weights(source, call.arguments) if stored is None else stored
+        check_scheme_fits(anatomy, scheme, weights, _named(source))
 
     proxy = patching_proxy(model_class, built, check_fits)
     try:
@@ -260,13 +260,13 @@ def is_scheme_name(source: Any) -> bool:
 def _stock_from_pretrained(call: Call) -> Any:
     """Calls the stock method, and raises if it loads the weights of a patched model."""
     model, info = call.run(output_loading_info=True)
-    found, source = find_position_weight(info["unexpected_keys"]), _named(call["pretrained_model_name_or_path"])
-    if found is not None:
+    weight, source = find_position_weight(info["unexpected_keys"]), _named(call["pretrained_model_name_or_path"])
+    if weight is not None:
         from hf_posenc.checkpoint.agreement import SchemeMismatchError
 
         raise SchemeMismatchError(
             f"The weights in {source} do not belong to this {type(model).__name__}: they were trained with a position "
-            f"encoding of hf_posenc (they include {found}), but the config they were loaded with has none, so they "
+            f"encoding of hf_posenc (they include {weight}), but the config they were loaded with has none, so they "
             "would run with stock positions. Restore the config.json that was saved with them, or pass no `config`. "
             "To give up the scheme, load the model as it was saved and call unpatch_model."
         )

@@ -81,8 +81,8 @@ def _read_by_accelerate(checkpoint: Path) -> Path | None:
     """Returns the file, or index of files, that accelerate reads; `None` if accelerate reports that there is none."""
     if checkpoint.is_file():
         return checkpoint
-    found = [checkpoint / name for name in ("pytorch_model.bin", "model.safetensors")]
-    return next((file for file in (*found, *checkpoint.glob("*.index.json")) if file.is_file()), None)
+    files = [checkpoint / name for name in ("pytorch_model.bin", "model.safetensors")]
+    return next((file for file in (*files, *checkpoint.glob("*.index.json")) if file.is_file()), None)
 
 
 def _read_state_dict(call: Call) -> Any:
@@ -218,15 +218,15 @@ def _compare_marks(call: Call) -> None:
         model = mark.removesuffix(f"{ATTRIBUTE}.{MARK}")
         return any(name.startswith(model) and name != mark for name in shared)
 
-    found, placed = ([name for name in find_marks(names) if has_weights(name)] for names in (stored, here))
-    if not found and not placed:
+    saved, placed = ([name for name in find_marks(names) if has_weights(name)] for names in (stored, here))
+    if not saved and not placed:
         return
     import torch
 
     from hf_posenc.checkpoint.agreement import NamedSchemes
     from hf_posenc.schemes.registry import scheme_from_dict
 
-    marks: dict[str, Any] = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in found}
+    marks: dict[str, Any] = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in saved}
     if marks:
         call.run(state_dict=marks, planner=None)
     wanted = NamedSchemes.of({name: here[name] for name in placed}).schemes
@@ -270,7 +270,7 @@ def completed(model: nn.Module, device_map: Any) -> Any:
     stock = {name: device for name, device in device_map.items() if not f"{name}.".startswith(f"{prefix}.")}
     # Without an accelerator, accelerate executes on the CPU what it reads from disk.
     first = next((device for device in stock.values() if device not in _OFFLOADED), "cpu")
-    own = {prefix: first}
+    scheme_map = {prefix: first}
     for stack in encoding.record.stacks.values():
         for attention, layer in zip(stack.attentions, stack.encoding.layers, strict=True):
             name = names[id(attention)]
@@ -279,8 +279,8 @@ def completed(model: nn.Module, device_map: Any) -> Any:
             device = stock.get(name)
             for module in (module for part in layer.parts for module in part.modules()):
                 if id(module) in names:
-                    own.setdefault(names[id(module)], first if device in _OFFLOADED else device)
-    return stock | own
+                    scheme_map.setdefault(names[id(module)], first if device in _OFFLOADED else device)
+    return stock | scheme_map
 
 
 def _dispatch(call: Call) -> Any:

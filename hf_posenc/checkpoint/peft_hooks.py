@@ -191,8 +191,8 @@ def _read_config(call: Call) -> Any:
     except (ValueError, TypeError, RecursionError) as error:
         if ATTRIBUTE not in path.read_text(encoding="utf-8", errors="replace"):
             raise
-        found = f"content that cannot be read ({type(error).__name__}: {error})"
-        raise damaged(path.parent, found, file=ADAPTER_CONFIG) from error
+        problem = f"content that cannot be read ({type(error).__name__}: {error})"
+        raise damaged(path.parent, problem, file=ADAPTER_CONFIG) from error
     if not is_marked(config):
         return config
     if _NO_SCHEME.get():
@@ -235,8 +235,8 @@ def _noting_frozen(model: Any) -> Iterator[None]:
     records = [record for encoding in encodings(model) for record in encoding.record.stacks.values()]
     trained = [record.new_and_trained() for record in records]
     yield
-    for record, found in zip(records, trained, strict=True):
-        record.frozen += [parameter for parameter in found if not parameter.requires_grad]
+    for record, parameters in zip(records, trained, strict=True):
+        record.frozen += [parameter for parameter in parameters if not parameter.requires_grad]
 
 
 def _prepare(model: Any, config: Any) -> None:

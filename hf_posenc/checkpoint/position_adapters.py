@@ -74,11 +74,11 @@ def save_position_adapter(
 
 
 def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None:
-    found = changed(encoding.record.base_weights, model)
-    if found is not None:
+    change = changed(encoding.record.base_weights, model)
+    if change is not None:
         warn_user(
             f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
-            f"placed on: {found}. A position adapter contains only the scheme, so the changed weights are not saved, "
+            f"placed on: {change}. A position adapter contains only the scheme, so the changed weights are not saved, "
             "and load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To "
             "train a scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
             'parameter.requires_grad_("position_encoding" in name). If the changed weights are saved elsewhere as the '
@@ -165,11 +165,11 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
             f"{model.config.model_type!r} model. Load it on the base model it was trained on."
         )
     encoding = current_encoding(model)
-    found = difference(files.fingerprint, model, None if encoding is None else encoding.record.base_weights)
-    if found is not None:
+    mismatch = difference(files.fingerprint, model, None if encoding is None else encoding.record.base_weights)
+    if mismatch is not None:
         raise CheckpointError(
             f"The scheme {name!r} in {source} was trained on other weights than those of this {type(model).__name__}: "
-            f"{found}. Load it on the base model it was trained on. (For another base, call patch_model with the "
+            f"{mismatch}. Load it on the base model it was trained on. (For another base, call patch_model with the "
             "scheme and train it again.)"
         )
     if encoding is not None and encoding.config != files.config:
@@ -219,29 +219,31 @@ def _restore(
 
 @torch.no_grad()
 def _load_parameters(encoding: PositionEncoding, parameters: Mapping[str, Tensor], source: str, shared: bool) -> None:
-    own = encoding.weights()
-    expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    if found != expected:
-        name = min(set(found.items()) ^ set(expected.items()))[0]
+    placed = encoding.weights()
+    expected = {name: tuple(parameter.shape) for name, parameter in placed.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    if shapes != expected:
+        name = min(set(shapes.items()) ^ set(expected.items()))[0]
         raise CheckpointError(
             f"The parameters in {source} are not those of {encoding.config!r} in this model: {name} has the shape "
-            f"{found.get(name)} there, but {expected.get(name)} is expected. The files do not belong together."
+            f"{shapes.get(name)} there, but {expected.get(name)} is expected. The files do not belong together."
         )
-    if any(parameter.device.type == "meta" for parameter in own.values()):
+    if any(parameter.device.type == "meta" for parameter in placed.values()):
         raise UnsupportedError(
             "The parameters of the scheme are offloaded, so the parameters in the file cannot be loaded. Load the "
             "base model with a device_map that keeps `position_encoding` in memory."
         )
     if shared:
-        other = [name for name, parameter in own.items() if not torch.equal(parameter, parameters[name].to(parameter))]
+        other = [
+            name for name, parameter in placed.items() if not torch.equal(parameter, parameters[name].to(parameter))
+        ]
         if other:
             raise UnsupportedError(
                 f"The adapters of this model share the scheme {encoding.config.name!r}, but {source} was trained with "
                 f"other values of its parameters ({', '.join(other[:3])}). Load it on a separate model."
             )
         return
-    for name, parameter in own.items():
+    for name, parameter in placed.items():
         parameter.copy_(parameters[name])
 
 

@@ -144,14 +144,14 @@ def _field(entry: dict[str, Any], name: str, kind: type, source: Any) -> Any:
     return value
 
 
-def _checked_fingerprint(found: dict[str, Any], source: Any) -> Fingerprint:
-    for name, entry in found.items():
+def _checked_fingerprint(entries: dict[str, Any], source: Any) -> Fingerprint:
+    for name, entry in entries.items():
         try:
             check_entry(entry)
         except ValueError as error:
             found_there = f"a fingerprint of {name!r} that cannot be read ({error})"
             raise damaged(source, found_there, file=JSON_FILE) from error
-    return found
+    return entries
 
 
 def _check_adapter_weights(expected: Any, source: Any, hub: Mapping[str, Any]) -> None:
@@ -160,9 +160,9 @@ def _check_adapter_weights(expected: Any, source: Any, hub: Mapping[str, Any]) -
     paths = (find_file(source, name, hub, download=True) for name in ADAPTER_WEIGHTS)
     path = next((path for path in paths if path is not None), None)
     if path is None or _hash_of_file(path) != expected:
-        found = "misses the weights" if path is None else f"has another {path.name} than those"
+        problem = "misses the weights" if path is None else f"has another {path.name} than those"
         raise CheckpointError(
-            f"{source} {found} that {JSON_FILE} there was saved with: the files come from different saves, or saving "
+            f"{source} {problem} that {JSON_FILE} there was saved with: the files come from different saves, or saving "
             "was interrupted. The weights may have been trained with another scheme. Copy all files of one save, or "
             "save the adapter again."
         )

@@ -26,13 +26,13 @@ def named_schemes(path: Path) -> NamedSchemes:
 
     Weights of an older version do not name a scheme. They belong to the config next to them.
     """
-    found = _marks_in(path)
-    if not found and (disk := stored_config(path.parent, {})) is not None:
+    schemes = _marks_in(path)
+    if not schemes and (disk := stored_config(path.parent, {})) is not None:
         entry = from_disk(disk, str(path.parent))[ATTRIBUTE]
         if entry["format"] < 2:
             warn_of_older_version(path.parent)
             return NamedSchemes(str(path), {ATTRIBUTE: entry["scheme"]})
-    return NamedSchemes.of(found, str(path))
+    return NamedSchemes.of(schemes, str(path))
 
 
 def schemes_of_checkpoint(folder: Path) -> NamedSchemes | None:
@@ -64,9 +64,9 @@ def _marks_in(path: Path) -> dict[str, Any]:
         return {key: state[key] for key in find_marks(state)} if isinstance(state, dict) else {}
     index = read_index(path)
     shards = index.get("weight_map", index)
-    found: dict[str, Any] = {}
+    marks: dict[str, Any] = {}
     for shard in {shards[key] for key in find_marks(shards)}:
-        found |= _marks_in(path.parent / shard)
-    for shard in set(shards.values()) if found else ():
+        marks |= _marks_in(path.parent / shard)
+    for shard in set(shards.values()) if marks else ():
         check_shard(index, path.parent / shard)
-    return found
+    return marks

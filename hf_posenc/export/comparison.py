@@ -58,7 +58,7 @@ def float32_reference(model: PreTrainedModel) -> PreTrainedModel:
     return model if model.dtype == torch.float32 else copy.deepcopy(model).float()
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def relative_difference(computed: Tensor, expected: Tensor) -> float:
     """The largest absolute difference, relative to the largest expected value where that exceeds 1.
 
     Raises:
@@ -71,22 +71,22 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
             "The model itself computes NaN or infinity, so no export can be compared with it. Its weights may be "
             "damaged: load the checkpoint again, and look for weights that are not finite."
         )
-    return float((found.float() - expected).abs().max() / size)
+    return float((computed.float() - expected).abs().max() / size)
 
 
-def difference_at_real_tokens(found: Tensor, expected: Tensor, mask: Tensor) -> float:
+def difference_at_real_tokens(computed: Tensor, expected: Tensor, mask: Tensor) -> float:
     """The relative difference at tokens that are not padding; infinite for another shape.
 
     Args:
-        found: `(batch, length, ...)`, or an output without a length, all of which counts.
+        computed: `(batch, length, ...)`, or an output without a length, all of which counts.
         expected: what it should be.
         mask: `(batch, length)`, 1 at real tokens.
     """
-    if found.shape != expected.shape:
+    if computed.shape != expected.shape:
         return float("inf")
-    if found.shape[:2] == mask.shape:
-        found, expected = found[mask.bool()], expected[mask.bool()]
-    return relative_difference(found, expected)
+    if computed.shape[:2] == mask.shape:
+        computed, expected = computed[mask.bool()], expected[mask.bool()]
+    return relative_difference(computed, expected)
 
 
 def random_ids(model: PreTrainedModel, length: int, batch: int = 1) -> Tensor:
@@ -119,12 +119,12 @@ def spans(model: PreTrainedModel) -> list[tuple[int, int]]:
         scalings = (getattr(scheme, "scaling", None) for scheme in walk(encoding.config))
         lengths = (getattr(scaling, "original_max_positions", None) for scaling in scalings)
         original = max(filter(None, lengths), default=None)
-    found = {(0, min(end, limit or _LONGEST, _LONGEST)) for end in ends}
+    ranges = {(0, min(end, limit or _LONGEST, _LONGEST)) for end in ends}
     if isinstance(original, int):
         # A scaling depends on the largest position, so a few tokens there are enough. Not all models take positions.
         if "position_ids" in inspect.signature(model.forward).parameters:
             end = min(2 * original, limit or 2 * original)
-            found.add((max(0, end - _SHORT), end))
+            ranges.add((max(0, end - _SHORT), end))
         else:
-            found.add((0, min(original + 16, limit or _LONGEST, _LONGEST)))
-    return sorted(found)
+            ranges.add((0, min(original + 16, limit or _LONGEST, _LONGEST)))
+    return sorted(ranges)

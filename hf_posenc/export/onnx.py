@@ -167,22 +167,22 @@ class Session:
         }
         feed = {name: np.ascontiguousarray(given[name].numpy()) for name in self.inputs}
         try:
-            found = self.session.run(None, feed)
+            outputs = self.session.run(None, feed)
         except Exception as error:
             shapes = {name: value.shape for name, value in feed.items() if name in tensors}
             raise UnsupportedError(f"{self.runtime} cannot run the graph on {shapes}: {error}") from error
-        return dict(zip(self.outputs, map(torch.from_numpy, found), strict=True))
+        return dict(zip(self.outputs, map(torch.from_numpy, outputs), strict=True))
 
 
 def _ends(parts: ModelParts) -> list[int]:
     """Lengths to compare at: those of every target, and beyond the native length if the scheme reaches further."""
-    found = {stop for _, stop in spans(parts.model)}
+    ends = {stop for _, stop in spans(parts.model)}
     lengths = None if parts.placed is None else parts.placed.lengths
     if lengths is not None and lengths.native is not None:
         beyond = lengths.native + 16
         if beyond <= min(lengths.reach.length or _FARTHEST, _FARTHEST):
-            found.add(beyond)
-    return sorted(found)
+            ends.add(beyond)
+    return sorted(ends)
 
 
 def _in_a_call(

@@ -101,8 +101,8 @@ def function_of(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Any]]:
     if not model.can_generate():
         return Plain(model), plain_inputs(model, mask)
     with torch.no_grad():
-        found = first_cache(run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).values())
-    layers = getattr(found, "layers", [])
+        cache = first_cache(run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).values())
+    layers = getattr(cache, "layers", [])
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         raise UnsupportedError(
             f"{type(model).__name__} caches something else than the keys and values of every layer, which has no "

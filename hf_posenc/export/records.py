@@ -92,10 +92,10 @@ def serving_commands(usage: str) -> tuple[str, ...]:
 def files_in(manifest: Path) -> set[str]:
     """The names of files in the manifest of an export; empty if it is missing or was edited into something else."""
     try:
-        found = json.loads(manifest.read_text(encoding="utf-8"))
+        content = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return set()
-    names = found.get("files") if isinstance(found, dict) else None
+    names = content.get("files") if isinstance(content, dict) else None
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 

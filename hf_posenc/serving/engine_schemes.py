@@ -41,11 +41,11 @@ def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
         UnsupportedError: with the reason.
     """
     if processes > 1:
-        found = f"{engine} was started with {processes} processes for one model (tensor or pipeline parallelism)"
-    elif not (found := unsupported_kind(config)):
+        problem = f"{engine} was started with {processes} processes for one model (tensor or pipeline parallelism)"
+    elif not (problem := unsupported_kind(config)):
         return
     raise UnsupportedError(
-        f'{found}, which the plug-in of hf_posenc does not support. If export_model(model, folder, to="stock") can '
+        f'{problem}, which the plug-in of hf_posenc does not support. If export_model(model, folder, to="stock") can '
         f"express the scheme, {engine} runs that folder without the plug-in and without this limit."
     )
 
@@ -82,15 +82,15 @@ def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
         UnsupportedError: if the engine has set a forward that cannot be run with the scheme.
     """
     for site in sites:
-        found = site.module.forward
-        if found is site:
+        forward = site.module.forward
+        if forward is site:
             continue
-        if not isinstance(found, types.MethodType) or found.__func__ is type(site.module).forward:
+        if not isinstance(forward, types.MethodType) or forward.__func__ is type(site.module).forward:
             raise UnsupportedError(
-                f"The engine has replaced the forward of {type(site.module).__name__} by {found!r}, which cannot be "
+                f"The engine has replaced the forward of {type(site.module).__name__} by {forward!r}, which cannot be "
                 "run with the position encoding. Use another version of the engine."
             )
-        site.follow(found)
+        site.follow(forward)
         site.module.forward = site
     encoding = current_encoding(model)
     assert encoding is not None

@@ -39,8 +39,8 @@ def _build_server(call: Call) -> Any:
 async def _answer(_: Request, error: PositionEncodingError) -> JSONResponse:
     from fastapi.responses import JSONResponse
 
-    found = {"message": str(error), "type": "invalid_request_error", "code": type(error).__name__, "param": None}
-    return JSONResponse({"error": found}, status_code=400)
+    content = {"message": str(error), "type": "invalid_request_error", "code": type(error).__name__, "param": None}
+    return JSONResponse({"error": content}, status_code=400)
 
 
 def _models(call: Call) -> list[dict[str, Any]]:

@@ -20,11 +20,11 @@ def refuse_dense_layers(parts: ModelParts, architecture: str) -> None:
         UnsupportedError: with the fields.
     """
     usual = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-    found = {name: getattr(parts.stack.config, name, value) for name, value in usual.items()}
-    if found != usual:
+    settings = {name: getattr(parts.stack.config, name, value) for name, value in usual.items()}
+    if settings != usual:
         raise UnsupportedError(
             f"some layers of {parts.name} have no experts ("
-            + ", ".join(f"{name}={value}" for name, value in found.items())
+            + ", ".join(f"{name}={value}" for name, value in settings.items())
             + f"); in llama.cpp's {architecture!r} all layers have them"
         )
 

@@ -163,16 +163,16 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
 def _weights(parts: ModelParts, source: _Source) -> dict[str, Tensor]:
     """The weights by their names in llama.cpp, with all queries first, and matrices as `(out, in)`."""
     attention = parts.stack.attentions[0]
-    found = named_weights(parts.model, source.architecture, len(parts.layers))
-    found.pop("position_embd.weight", None)  # The scheme has it.
+    weights = named_weights(parts.model, source.architecture, len(parts.layers))
+    weights.pop("position_embd.weight", None)  # The scheme has it.
     by_head = source.by_head
     if parts.model.config.model_type == "gpt_bigcode":
         by_head = attention.num_key_value_heads > 1  # With one key head, all queries come first.
     if by_head:
-        for key in [key for key in found if ".attn_qkv." in key]:
-            rows = found[key].unflatten(0, (attention.num_heads, 3, attention.head_dim))
-            found[key] = rows.transpose(0, 1).flatten(0, 2)
-    return found
+        for key in [key for key in weights if ".attn_qkv." in key]:
+            rows = weights[key].unflatten(0, (attention.num_heads, 3, attention.head_dim))
+            weights[key] = rows.transpose(0, 1).flatten(0, 2)
+    return weights
 
 
 def _normalize_embeddings(tensors: dict[str, Tensor], epsilon: float) -> None:

@@ -44,10 +44,10 @@ class Library:
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
-        found = importlib.util.find_spec("xllamacpp.xllamacpp")
-        assert found is not None
-        assert found.origin is not None
-        self.functions = ctypes.CDLL(found.origin)
+        library = importlib.util.find_spec("xllamacpp.xllamacpp")
+        assert library is not None
+        assert library.origin is not None
+        self.functions = ctypes.CDLL(library.origin)
         self._declare()
         self.functions.llama_backend_init()
         self.model = self.functions.llama_model_load_from_file(task["file"].encode(), self._model_parameters())
@@ -143,8 +143,8 @@ class Library:
         # version, and none of them is 1; types of the cached keys and values.
         first = next((place for place in range(3, 16) if list(words[place : place + 4]) == [_UNSPECIFIED] * 4), 0)
         cached = next((place for place in range(first + 4, first + 24) if words[place] == _FLOAT16), 0)
-        found = [*words[first : first + 4], *words[cached : cached + 2]]
-        _check(found, [_UNSPECIFIED] * 4 + [_FLOAT16] * 2, "llama_context_params")
+        values = [*words[first : first + 4], *words[cached : cached + 2]]
+        _check(values, [_UNSPECIFIED] * 4 + [_FLOAT16] * 2, "llama_context_params")
         words[first + 1] = 0  # No pooling.
         if precise:
             words[first + 3] = 0  # No flash attention, which rounds.
@@ -169,10 +169,10 @@ class Library:
         return np.ctypeslib.as_array(floats, shape).copy()
 
 
-def _check(found: list[int], expected: list[int], name: str) -> None:
-    if found != expected:
+def _check(values: list[int], expected: list[int], name: str) -> None:
+    if values != expected:
         raise RuntimeError(
-            f"{name} of this version of xllamacpp has {found} where {expected} was expected, so its fields "
+            f"{name} of this version of xllamacpp has {values} where {expected} was expected, so its fields "
             "cannot be set. Install the version in constraints.txt."
         )
 

@@ -94,8 +94,8 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
         expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
-        found = rotation.all_frequencies
-        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=EQUAL, atol=0):
+        frequencies = rotation.all_frequencies
+        if frequencies.shape != expected.shape or not torch.allclose(frequencies, expected, rtol=EQUAL, atol=0):
             raise UnsupportedError(
                 f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
             )
@@ -134,13 +134,13 @@ def alibi(parts: ModelParts) -> GgufForm:
 
 
 def _in_own(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
-    own = _OWN[parts.model.config.model_type]
-    name = own.name
+    family = _OWN[parts.model.config.model_type]
+    name = family.name
     frequencies = rotations[0].all_frequencies
     if frequencies.any() and not frequencies.all():
         raise UnsupportedError(f"llama.cpp's {name!r} rotates all pairs of a head, and the scheme only some")
     form = _form(parts, name, f"the architecture {name!r}{what}")
-    if not own.tied:
+    if not family.tied:
         form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
     rotate_halves(form, rotations, entries)
     return form
@@ -148,8 +148,10 @@ def _in_own(parts: ModelParts, rotations: list[Rotation], entries: Metadata, wha
 
 CARRIERS = (
     *(
-        Carrier(f"{own.name}{what}", partial(stated_rotation, _in_own, scaled=bool(what)), (Need.MAP,), of_types(kind))
-        for kind, own in _OWN.items()
+        Carrier(
+            f"{family.name}{what}", partial(stated_rotation, _in_own, scaled=bool(what)), (Need.MAP,), of_types(kind)
+        )
+        for kind, family in _OWN.items()
         for what in (" with rope.scaling", "")
     ),
     Carrier("llama with rope.scaling", partial(stated_rotation, _with_scaling, scaled=True), (Need.MAP,), is_llama),
@@ -178,8 +180,8 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     _refuse_other_blocks(parts)
     refuse_dense_layers(parts, architecture)
     tensors = named_weights(parts.model, architecture, len(parts.layers))
-    own = _OWN.get(parts.model.config.model_type, _Own(architecture))
-    experts = expert_entries(parts, architecture, tensors, sum_to_one=own.sum_to_one)
+    family = _OWN.get(parts.model.config.model_type, _Own(architecture))
+    experts = expert_entries(parts, architecture, tensors, sum_to_one=family.sum_to_one)
     kinds = (*_REQUIRED, *(EXPERTS if experts else _FEED_FORWARD))
     missing = [name for name in (f"blk.0.{kind}.weight" for kind in kinds) if name not in tensors]
     if missing:

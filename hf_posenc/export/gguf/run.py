@@ -82,8 +82,8 @@ def decode(
     """
     pairs = list(zip([[]] * len(batches) if encoded is None else encoded, batches, strict=True))
     same = {"steps": steps, "without": list(without)}
-    jobs = [{"ids": list(ids), "batches": [list(batch) for batch in found], **same} for ids, found in pairs]
-    longest = max(max(len(ids), sum(map(len, found)) + steps) for ids, found in pairs)
+    jobs = [{"ids": list(ids), "batches": [list(batch) for batch in tokens], **same} for ids, tokens in pairs]
+    longest = max(max(len(ids), sum(map(len, tokens)) + steps) for ids, tokens in pairs)
     return [*map(torch.from_numpy, _run(file, "decode", jobs, longest, precise))]
 
 
@@ -117,5 +117,5 @@ def _run(
                 f"The script that calls {runtime()} has failed, which has nothing to do with the model. Install the "
                 f"version of xllamacpp in constraints.txt, with which hf_posenc was tested.\n{messages}"
             )
-        found: list[Any] = pickle.loads(results.read_bytes())
-        return found
+        answers: list[Any] = pickle.loads(results.read_bytes())
+        return answers

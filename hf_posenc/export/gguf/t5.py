@@ -39,9 +39,9 @@ _COUNTS = (32, 254, 508)
 def buckets(parts: ModelParts) -> GgufForm:
     """Any bias that is a number for each of llama.cpp's buckets, such as T5's own; no bias is zero in all buckets."""
     biases = [layer.parts.logit_bias for layer in parts.layers]
-    own = {bias.num_buckets for bias in biases if isinstance(bias, T5Bias)}
+    counts = {bias.num_buckets for bias in biases if isinstance(bias, T5Bias)}
     refusals = []
-    for count in dict.fromkeys([*sorted(own), *_COUNTS]):
+    for count in dict.fromkeys([*sorted(counts), *_COUNTS]):
         try:
             tables = _bias_tables(parts, count)
         except UnsupportedError as error:
@@ -59,13 +59,13 @@ CARRIERS = (Carrier("t5", buckets, BIASES, of_types("t5", "mt5", "umt5")),)
 
 def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:
     """Tables of `(buckets, heads)`. Layers without a table have that of the first layer."""
-    found = {}
+    entries = {}
     for side, (stack, encoding) in zip(("enc", "dec"), parts.stacks, strict=False):
         tables = [_bias_table(layer, count, not stack.causal) for layer in encoding.layers]
         shared = all(torch.equal(table, tables[0]) for table in tables)
         for place, table in enumerate(tables[:1] if shared else tables):
-            found[f"{side}.blk.{place}.attn_rel_b.weight"] = table
-    return found
+            entries[f"{side}.blk.{place}.attn_rel_b.weight"] = table
+    return entries
 
 
 @torch.no_grad()

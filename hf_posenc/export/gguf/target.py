@@ -55,14 +55,14 @@ class GgufExport(Export[GgufForm]):
         Raises:
             UnsupportedError: if there are none, with the supported blocks.
         """
-        found = [carrier for carrier in CARRIERS if carrier.fits(self.model)]
-        if not found:
+        carriers = [carrier for carrier in CARRIERS if carrier.fits(self.model)]
+        if not carriers:
             blocks = "; ".join(kind.BLOCKS for kind in (llama, gpt, t5, bert))
             raise UnsupportedError(
                 f"{self.parts.name} ({self.model.config.model_type}) has blocks that this export does not write. "
                 f"It writes {blocks}"
             )
-        return found
+        return carriers
 
     def prepare(self) -> None:
         """Raises `UnsupportedError` if llama.cpp has no tokenizer that gives the same tokens."""

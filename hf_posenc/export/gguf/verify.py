@@ -87,10 +87,10 @@ def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[s
         output = model(**{name: torch.tensor([ids], device=model.device) for name, ids in inputs.items()}, **options)
         if "logits" not in output:
             expected = output.last_hidden_state[0].float().cpu()
-            yield from (("prefill", "hidden states", relative_difference(found, expected)) for found in rows)
+            yield from (("prefill", "hidden states", relative_difference(row, expected)) for row in rows)
             continue
-        for step, (expected, found) in enumerate(zip(output.logits[0, -STEPS:].float().cpu(), rows, strict=True)):
-            mode, logits = "decode" if step else "prefill", found[: len(expected)]
+        for step, (expected, row) in enumerate(zip(output.logits[0, -STEPS:].float().cpu(), rows, strict=True)):
+            mode, logits = "decode" if step else "prefill", row[: len(expected)]
             yield mode, "logits", relative_difference(logits - logits.mean(), expected - expected.mean())
             yield mode, "probabilities", float((logits.softmax(-1) - expected.softmax(-1)).abs().max())
 

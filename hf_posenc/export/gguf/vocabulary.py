@@ -81,8 +81,8 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     expected = [tokenizer(text)["input_ids"] for text in texts]
     differences = []
     for kind, metadata, known in _kinds(tokenizer, json.loads(backend.to_str()), entries):
-        found = _tokens({**entries, **metadata}, texts, size)
-        differing = [place for place, ids in enumerate(expected) if found[place] != ids]
+        tokens = _tokens({**entries, **metadata}, texts, size)
+        differing = [place for place, ids in enumerate(expected) if tokens[place] != ids]
         wrong = [place for place in differing if texts[place] not in known]
         if not wrong:
             if differing:
@@ -95,7 +95,7 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         place = min(wrong, key=lambda index: len(texts[index]))
         differences.append(
             f"- {kind}: {len(wrong)} of {len(texts)} strings differ; {texts[place]!r} is {expected[place][:12]} in "
-            f"the tokenizer and {found[place][:12]} in llama.cpp"
+            f"the tokenizer and {tokens[place][:12]} in llama.cpp"
         )
     raise UnsupportedError(
         f"llama.cpp has no tokenizer that gives the same tokens as this {type(tokenizer).__name__}:\n"
@@ -117,9 +117,9 @@ def _entries(tokenizer: Any, size: int) -> dict[str, Any]:
         types[place] = int(TokenType.CONTROL if added.special else TokenType.USER_DEFINED)
     entries: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types}
     for name, key in _SPECIAL.items():
-        found = getattr(tokenizer, f"{name}_token_id", None)
-        if found is not None:
-            entries[f"ggml.{key}_token_id"] = int(found)
+        token_id = getattr(tokenizer, f"{name}_token_id", None)
+        if token_id is not None:
+            entries[f"ggml.{key}_token_id"] = int(token_id)
     sample = tokenizer("a")["input_ids"]
     entries["ggml.add_bos_token"] = sample[:1] == [tokenizer.bos_token_id]
     entries["ggml.add_eos_token"] = sample[-1:] == [tokenizer.eos_token_id]
@@ -187,8 +187,8 @@ def _marked(tokenizer: Any, tokens: list[str]) -> list[str]:
 def _charsmap(normalizer: dict[str, Any] | None) -> dict[str, bytes]:
     """The map of characters of a SentencePiece model, at any place among the normalizers."""
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    found = [step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled"]
-    return {"ggml.precompiled_charsmap": b64decode(found[0])} if found and found[0] else {}
+    maps = [step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled"]
+    return {"ggml.precompiled_charsmap": b64decode(maps[0])} if maps and maps[0] else {}
 
 
 def _texts(tokenizer: Any) -> list[str]:

@@ -212,8 +212,8 @@ class KerpleBias(DistanceBias):
         return -r1 * (torch.log1p(r2 * steps) if self.variant == "log" else steps**r2)
 
     def _within(self, numbers: Tensor, like: Tensor, largest: float) -> Tensor:
-        found: Tensor = Projected.apply(numbers.to(like), self.minimum, largest)
-        return found.view(-1, 1, 1)
+        projected: Tensor = Projected.apply(numbers.to(like), self.minimum, largest)
+        return projected.view(-1, 1, 1)
 
 
 class ConstantGateBias(DistanceBias):
@@ -246,7 +246,7 @@ class ForgetGateBias(nn.Module):
 
     def features(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """The features that are kept of new tokens: minus the logarithms of their gates; 0 at padding."""
-        weight, bias = (one.to(hidden_states.device, torch.float32) for one in (self.weight, self.bias))
+        weight, bias = (parameter.to(hidden_states.device, torch.float32) for parameter in (self.weight, self.bias))
         decays = nn.functional.softplus(-nn.functional.linear(hidden_states.float(), weight, bias))
         return decays.masked_fill((positions < 0).unsqueeze(-1), 0.0).transpose(1, 2).unsqueeze(-1)
 

@@ -141,10 +141,12 @@ def remote_code(parts: ModelParts) -> RemoteForm:
         for key, weight in ({} if part is None else part.state_dict()).items():
             state[f"{prefix}positions.{place}.{key}"] = weight
     module = sys.modules[type(config).__module__]
-    found = getattr(module, f"Positioned{name}", None)
-    if found is None:
+    model_class = getattr(module, f"Positioned{name}", None)
+    if model_class is None:
         raise UnsupportedError(f"No class of the file has the head of a {name}.")
-    return RemoteForm(found, config, state, code=module.CODE, carrier=f"{found.__name__} in {TEMPLATE.name}")
+    return RemoteForm(
+        model_class, config, state, code=module.CODE, carrier=f"{model_class.__name__} in {TEMPLATE.name}"
+    )
 
 
 def _kind(parts: ModelParts) -> str:
@@ -165,11 +167,11 @@ def _config(parts: ModelParts, kind: str) -> Any:
     """The config of a class of the file, which is loaded for it."""
     stock = current_config(parts)
     config_name = type(stock).__name__
-    found = {"AutoModel": transformers.AutoModel._model_mapping.get(type(stock), None)} | {
+    classes = {"AutoModel": transformers.AutoModel._model_mapping.get(type(stock), None)} | {
         f"AutoModelFor{head}": getattr(transformers, f"AutoModelFor{head}")._model_mapping.get(type(stock), None)
         for head in _HEADS[kind]
     }
-    heads = {auto: one.__name__ for auto, one in found.items() if isinstance(one, type)}
+    heads = {auto: model_class.__name__ for auto, model_class in classes.items() if isinstance(model_class, type)}
     code = TEMPLATE.read_text(encoding="utf-8") + _CONFIG.format(config=config_name, type=stock.model_type)
     code += "".join(_CLASS.format(config=config_name, name=name) for name in dict.fromkeys(heads.values()))
     code += _BASE.format(config=config_name, base=heads["AutoModel"])

@@ -76,13 +76,13 @@ def write_current_length(config: Any, parts: ModelParts) -> None:
 
 def config_of(stack: Stack, model: PreTrainedModel, config: Any) -> Any:
     """The config of a stack inside a copy of the model's config."""
-    found = next((copied for own, copied in _pairs(model.config, config) if own is stack.config), None)
-    return config if found is None else found
+    match = next((copied for original, copied in _pairs(model.config, config) if original is stack.config), None)
+    return config if match is None else match
 
 
-def _pairs(own: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(original: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
     """A config and the configs inside it, each with its copy."""
-    yield own, copied
-    for name, inner in own.__dict__.items():
+    yield original, copied
+    for name, inner in original.__dict__.items():
         if isinstance(inner, PreTrainedConfig):
             yield from _pairs(inner, getattr(copied, name))

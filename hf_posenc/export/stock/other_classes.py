@@ -197,17 +197,17 @@ def _turning(parts: ModelParts) -> list[Rotation]:
     return rotations
 
 
-def _other_class(parts: ModelParts, family: str, own: str) -> type[PreTrainedModel]:
-    """The class of another family that takes the place of a model's class, whose name begins with `own`."""
-    name = _CLASSES.get(parts.name, parts.name.replace(own, family, 1))
-    found: type[PreTrainedModel] | None = getattr(transformers, name, None)
+def _other_class(parts: ModelParts, family: str, prefix: str) -> type[PreTrainedModel]:
+    """The class of another family that takes the place of a model's class, whose name begins with `prefix`."""
+    name = _CLASSES.get(parts.name, parts.name.replace(prefix, family, 1))
+    model_class: type[PreTrainedModel] | None = getattr(transformers, name, None)
     config, more = parts.model.config, ("is_decoder", "add_cross_attention")
     named = next((field for field in more if getattr(config, field, False)), None)
-    if found is None or named is not None:
+    if model_class is None or named is not None:
         raise UnsupportedError(
             f"There is no {family} class for a {parts.name}{'' if named is None else f' with {named}=True'}."
         )
-    return found
+    return model_class
 
 
 def _renamed(key: str, names: dict[str, str]) -> str:

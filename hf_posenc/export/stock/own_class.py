@@ -88,15 +88,15 @@ def own_table(parts: ModelParts) -> StockForm:
 def _write_scheme(config: Any, state: dict[str, Tensor], parts: ModelParts, native: SchemeConfig) -> None:
     scheme = parts.text_scheme
     config = config_of(parts.stacks[0][0], parts.model, config)
-    own = {type(part) for part in native.acting_together()}
-    own -= {part for part in own if issubclass(part, LayeredConfig)}
+    native_types = {type(part) for part in native.acting_together()}
+    native_types -= {part for part in native_types if issubclass(part, LayeredConfig)}
     if scheme != native and any(stack.reads_axes for stack, _ in parts.stacks):
         raise UnsupportedError(
             f"A {parts.name} rotates by the coordinates of images, and the config states no other rotation of them. "
             "The comparison on token ids would not see the difference."
         )
     for part in scheme.acting_together():
-        if isinstance(part, PRopeConfig) and PRopeConfig not in own:
+        if isinstance(part, PRopeConfig) and PRopeConfig not in native_types:
             raise UnsupportedError(
                 "Programs that do not know the rope_type 'proportional' would rotate all pairs, so it is only written "
                 "for models that have it natively."
@@ -109,7 +109,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], parts: ModelParts, nati
         elif isinstance(part, T5Config):
             for stack, encoding in parts.stacks:
                 _write_relative_biases(state, stack, encoding, native)
-        elif isinstance(part, NoneConfig) and own == {T5Config}:
+        elif isinstance(part, NoneConfig) and native_types == {T5Config}:
             for name in [name for name in state if name.endswith(_BIAS_TABLE)]:
                 state[name] = torch.zeros_like(state[name])
         elif part not in native.acting_together():

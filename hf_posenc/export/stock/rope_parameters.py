@@ -68,7 +68,7 @@ def rotation_parameters(
             f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme {rotation.rotary_dim}."
         )
     wanted = rotation.frequencies if rotation.rotary_dim else torch.zeros(rotary_dim // 2)
-    factors = [_factor(float(one), theta, index, rotary_dim) for index, one in enumerate(wanted)]
+    factors = [_factor(float(frequency), theta, index, rotary_dim) for index, frequency in enumerate(wanted)]
     parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / head_dim}
     if rotation.scaling == 1.0 and all(factor == 1.0 for factor in factors):
         return parameters
@@ -107,8 +107,8 @@ def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:
     guess = 1.0 / (torch.tensor([wanted]) * power)
     infinity = torch.tensor(float("inf"))
     near = torch.cat((torch.ones(1), guess, guess.nextafter(infinity), guess.nextafter(-infinity)))
-    found = 1.0 / (near * power)
-    return float(near[(found - wanted).abs().argmin()])
+    candidates = 1.0 / (near * power)
+    return float(near[(candidates - wanted).abs().argmin()])
 
 
 def write_rope_parameters(config: Any, by_layer_type: dict[str | None, dict[str, Any]]) -> None:

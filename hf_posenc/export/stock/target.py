@@ -93,9 +93,9 @@ class StockExport(Export[StockForm]):
         for start, stop, mode, difference in compared:
             place = f" at the positions {start} to {stop - 1}"
             for path in paths:
-                found = difference(reference.get_submodule(path), stock.get_submodule(path), start, stop)
+                largest = difference(reference.get_submodule(path), stock.get_submodule(path), start, stop)
                 quantity = f"outputs of {path}" if path else "outputs"
-                yield Check(f"transformers {transformers.__version__}", mode, quantity, found, TOLERANCE, place)
+                yield Check(f"transformers {transformers.__version__}", mode, quantity, largest, TOLERANCE, place)
 
     def _loaded(self, form: StockForm) -> PreTrainedModel:
         """The checkpoint in float32, loaded with stock code as the model was, so that both round their buffers."""

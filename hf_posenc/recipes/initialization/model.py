@@ -68,7 +68,7 @@ def fit_encoding(
     stacks, old_stacks = stacks_in_part(new, part), stacks_in_part(old, part)
     for name, stack in stacks.items():
         additive, previous = _new(stack.additive), old_stacks[name].additive
-        modules = [module for one in (additive, previous) if one is not None for module in one.modules()]
+        modules = [module for encoding in (additive, previous) if encoding is not None for module in encoding.modules()]
         # Vectors on a grid belong to places, which a range of positions does not contain.
         if is_trained(additive) and not any(getattr(module, "reads_coordinates", False) for module in modules):
             where = f"additive of {name}"
@@ -127,17 +127,17 @@ def _layers(layers: Sequence[int]) -> str:
 
 def checked_tokens(ids: Any, name: str, model: Any, shortest: int) -> Tensor:
     """Returns token ids, `(batch, length)`, that a model can read. Raises `ValueError` for anything else."""
-    found = f"a {type(ids).__name__}"
+    problem = f"a {type(ids).__name__}"
     if isinstance(ids, Tensor):
-        found = f"a tensor of the shape {tuple(ids.shape)} and dtype {ids.dtype}"
+        problem = f"a tensor of the shape {tuple(ids.shape)} and dtype {ids.dtype}"
         if ids.dim() == 2 and len(ids) and ids.shape[1] >= shortest and not ids.is_floating_point():
             vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
             lowest, highest = (int(end) for end in torch.aminmax(ids))
             if lowest >= 0 and highest < vocabulary:
                 return ids
-            found = f"token ids from {lowest} to {highest}, and this {type(model).__name__} has {vocabulary}"
+            problem = f"token ids from {lowest} to {highest}, and this {type(model).__name__} has {vocabulary}"
     raise ValueError(
-        f"{name} is {found}; expected a tensor (batch, length) of token ids of this model's own tokenizer, with a "
+        f"{name} is {problem}; expected a tensor (batch, length) of token ids of this model's own tokenizer, with a "
         f"length of at least {shortest}."
     )
 
