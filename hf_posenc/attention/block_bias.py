@@ -41,7 +41,7 @@ class BlockBias:
     ) -> None:
         self.vector = None if vector is None else _masked(vector, query_length, causal, windows)
         self.terms = terms
-        self.own = None if terms is None or query_slots is None else terms.index_select(-1, query_slots)
+        self.query_terms = None if terms is None or query_slots is None else terms.index_select(-1, query_slots)
         self.mask = mask
         self.query_length = query_length
         self.causal = causal
@@ -68,8 +68,8 @@ class BlockBias:
         return vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + farthest)
 
     def _of_terms(self, terms: Tensor, block: Block) -> Tensor:
-        assert self.own is not None
-        rows = self.own[block.items, block.heads, block.start : block.stop].flip(-1)
+        assert self.query_terms is not None
+        rows = self.query_terms[block.items, block.heads, block.start : block.stop].flip(-1)
         bias = terms[block.items, block.heads, block.keys].unsqueeze(-2) - rows.unsqueeze(-1)
         if self.causal and self.vector is None and self.mask is None:
             # Only the queries' own keys, the last ones, can be later than one of them.

@@ -46,10 +46,10 @@ def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:
     """Returns whether each query sees its own key, `(batch, heads, query_len)`. Queries own the last keys."""
     batch, heads, query_length, _ = query.shape
 
-    def own(item: Tensor, head: Tensor, row: Tensor) -> Tensor:
+    def at_own_key(item: Tensor, head: Tensor, row: Tensor) -> Tensor:
         return mask.mask_mod(item, head, row, row + key_length - query_length)
 
-    of_rows = torch.vmap(own, in_dims=(None, None, 0))
+    of_rows = torch.vmap(at_own_key, in_dims=(None, None, 0))
     of_heads = torch.vmap(of_rows, in_dims=(None, 0, None))
     of_items = torch.vmap(of_heads, in_dims=(0, None, None))
     visible: Tensor = of_items(*(torch.arange(count, device=query.device) for count in (batch, heads, query_length)))
@@ -66,8 +66,8 @@ def _intersection(mask: BlockMask, windows: Windows) -> BlockMask:
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
         kept = listed & (indices >= first.unsqueeze(-1)) & (indices <= last.unsqueeze(-1))
         order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
-        found = indices.expand_as(kept).gather(-1, order)
-        return kept.sum(-1).to(counts.dtype), found.contiguous()
+        in_both = indices.expand_as(kept).gather(-1, order)
+        return kept.sum(-1).to(counts.dtype), in_both.contiguous()
 
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:

@@ -103,21 +103,21 @@ def blocks(query: Tensor, key_length: int, bias: BlockBias, rows: int, limited: 
         limited: whether to limit the scores of a block, if possible.
     """
     batch, heads, query_length, _ = query.shape
-    found = []
+    result = []
     most_scores = SIZES[query.is_cpu].scores if limited else None
     for items, start, stop in _divided(batch, heads, query_length, key_length, rows, most_scores):
         if bias.windows is None:
             first, last = _visible_keys(bias, items, start, stop, key_length)
-            found.append(Block(items, slice(0, heads), start, stop, first, last))
+            result.append(Block(items, slice(0, heads), start, stop, first, last))
             continue
         for item in range(items.start, items.stop):
-            one = slice(item, item + 1)
-            first, last = _visible_keys(bias, one, start, stop, key_length)
+            of_item = slice(item, item + 1)
+            first, last = _visible_keys(bias, of_item, start, stop, key_length)
             for some, begin, end in bias.windows.of_rows(item, start, stop):
                 if max(begin, first) < min(end, last):
                     begin, end = max(begin, first), min(end, last)
-                found.append(Block(one, some, start, stop, begin, end))
-    return found
+                result.append(Block(of_item, some, start, stop, begin, end))
+    return result
 
 
 def _divided(

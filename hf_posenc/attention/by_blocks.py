@@ -62,13 +62,13 @@ def attention_by_blocks(
         seen = stop if causal else key_length
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
-        own = None if plain and mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
-        empty = None if mask is None or own is None else rows_without_keys(own)
+        rows_mask = None if plain and mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
+        empty = None if mask is None or rows_mask is None else rows_without_keys(rows_mask)
         if plain:
             return block_attention(
                 query, key, value, rows(start, stop, seen, query), scaling, may_be_empty, empty=empty
             )
-        return attend_with_mask(call, form.rows(start, stop, seen), own, empty, module, query, key, value)
+        return attend_with_mask(call, form.rows(start, stop, seen), rows_mask, empty, module, query, key, value)
 
     sizes = SIZES[query.is_cpu]
     # Four blocks skip most of the invisible pairs.

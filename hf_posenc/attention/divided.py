@@ -40,9 +40,13 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
             fewest, most = int(counts.min()), int(counts.max())
             starts = other.near_starts[start:stop].unsqueeze(-1)
             nearest = int(starts.min())
-            own = query[:, :, start:stop], key[:, :, nearest:stop], value[:, :, nearest:stop]
+            nearest_heads = query[:, :, start:stop], key[:, :, nearest:stop], value[:, :, nearest:stop]
             near = slots[nearest:stop]
-            parts = [_part(*own, additive_mask((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling)]
+            parts = [
+                _part(
+                    *nearest_heads, additive_mask((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling
+                )
+            ]
             for first, last in ((0, fewest), (fewest, most)):
                 if first < last:
                     far = other_query[:, :, start:stop], other_key[:, :, first:last], value[:, :, first:last]

@@ -65,7 +65,7 @@ class FusedForm:
     @property
     def requires_grad(self) -> bool:
         """Whether the bias is learned."""
-        return any(one is not None and one.requires_grad for one in (self.vector, self.terms))
+        return any(tensor is not None and tensor.requires_grad for tensor in (self.vector, self.terms))
 
     def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
@@ -76,8 +76,8 @@ class FusedForm:
                 # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
                 of_keys = (terms - self.terms.index_select(-1, self.query_slots)).unsqueeze(-2)
             else:
-                own = self.terms.index_select(-1, self.query_slots[start:stop])
-                of_keys = terms.unsqueeze(-2) - own.unsqueeze(-1)
+                of_queries = self.terms.index_select(-1, self.query_slots[start:stop])
+                of_keys = terms.unsqueeze(-2) - of_queries.unsqueeze(-1)
         if self.vector is None:
             return cast("Tensor", of_keys)
         stop = self.query_length if stop is None else stop
@@ -103,7 +103,7 @@ class FusedForm:
     def double(self) -> FusedForm:
         """The same bias in float64."""
         given = (self.vector, self.slopes, self.terms)
-        vector, slopes, terms = (None if one is None else one.double() for one in given)
+        vector, slopes, terms = (None if tensor is None else tensor.double() for tensor in given)
         return replace(self, vector=vector, slopes=slopes, terms=terms)
 
     def separable(self, query_slots: Tensor | None = None) -> FusedForm | None:
@@ -215,7 +215,7 @@ def sum_of_forms(forms: Sequence[BiasForm], causal: bool) -> BiasForm:
         _total(vectors),
         forms[0].query_length,
         forms[0].key_length,
-        None if any(one is None for one in slopes) else _total(slopes),
+        None if any(slope is None for slope in slopes) else _total(slopes),
         all(form.of_layers for form in fused),
         _total(terms),
         slots,
@@ -224,8 +224,8 @@ def sum_of_forms(forms: Sequence[BiasForm], causal: bool) -> BiasForm:
 
 def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
     """The sum of those that are not `None`."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    return functools.reduce(torch.add, found) if found else None
+    present = [tensor for tensor in tensors if tensor is not None]
+    return functools.reduce(torch.add, present) if present else None
 
 
 def without_later_keys(form: BiasForm, first: int) -> BiasForm:
@@ -242,8 +242,8 @@ def without_later_keys(form: BiasForm, first: int) -> BiasForm:
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
         rows = form.rows(start, stop, key_count)
-        own = first + torch.arange(start, stop, device=rows.device)
-        later = torch.arange(key_count, device=rows.device) > own.unsqueeze(-1)
+        query_slots = first + torch.arange(start, stop, device=rows.device)
+        later = torch.arange(key_count, device=rows.device) > query_slots.unsqueeze(-1)
         return rows.masked_fill(later, torch.finfo(rows.dtype).min)
 
     return RowsForm(compute, form.query_length, form.key_length, form.heads)
@@ -277,10 +277,10 @@ def masked_rows(
             # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
             form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
-    own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
-    bias = with_mask(bias, own)
-    if mask is not None and own is not None:
-        bias = without_empty_rows(bias, rows_without_keys(own))
+    rows_mask = mask_of_rows(mask, causal, start, stop, seen, bias.device)
+    bias = with_mask(bias, rows_mask)
+    if mask is not None and rows_mask is not None:
+        bias = without_empty_rows(bias, rows_without_keys(rows_mask))
     return for_kernel(bias, query) if converts else bias
 
 

@@ -178,8 +178,8 @@ def _fused_attention_backward(
             # A query's own term changes no weight, so it has no gradient.
             of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
 
-    found = blockwise_backward(gradient, query, key, value, scaling, bias, add)
-    return *found, of_vector, of_terms
+    of_heads = blockwise_backward(gradient, query, key, value, scaling, bias, add)
+    return *of_heads, of_vector, of_terms
 
 
 @_fused_attention_backward.register_fake

@@ -118,8 +118,8 @@ def call_of(
     if mask is not None:
         if mask.dtype != torch.bool:
             return None
-        own = mask[..., key.shape[2] - query.shape[2] :]
-        sees_itself = own.diagonal(0, -2, -1) if mask.shape[2] > 1 else own[:, :, 0]
+        of_queries = mask[..., key.shape[2] - query.shape[2] :]
+        sees_itself = of_queries.diagonal(0, -2, -1) if mask.shape[2] > 1 else of_queries[:, :, 0]
     share = torch.finfo(query.dtype).eps / 4
     return Call(query, key, value, sees_itself, scaling, causal, share, gradient)
 
@@ -141,14 +141,14 @@ def windows_of(call: Call | None, vector: Tensor | None, terms: Tensor | None) -
         return None
     if terms is not None:
         sides = [terms.detach() + _largest_difference(vector, call).unsqueeze(-1)]
-        own = terms.detach()[..., -1:]
+        own_term = terms.detach()[..., -1:]
     else:
         assert vector is not None
         center = call.key.shape[2] - 1
         behind, ahead = vector.detach()[:, : center + 1], vector.detach()[:, center:].flip(-1)
-        sides, own = [behind] if call.causal else [behind, ahead], behind[:, -1:]
+        sides, own_term = [behind] if call.causal else [behind, ahead], behind[:, -1:]
     # The bias of the farthest key is a lower bound for every bound of its weight.
-    if not any(bool((side[..., :1] - own < math.log(call.share)).any()) for side in sides):
+    if not any(bool((side[..., :1] - own_term < math.log(call.share)).any()) for side in sides):
         return None
     return every_window_of(call, vector, terms)
 
@@ -163,14 +163,14 @@ def every_window_of(call: Call, vector: Tensor | None, terms: Tensor | None) -> 
 
 def _windows_of_distance(call: Call, vector: Tensor) -> Windows:
     query_length, key_length = call.query.shape[2], call.key.shape[2]
-    own = key_length - 1
-    needed = _needed_sum(call).to(vector.dtype) + vector[:, own].view(1, -1, 1)
+    query_slot = key_length - 1
+    needed = _needed_sum(call).to(vector.dtype) + vector[:, query_slot].view(1, -1, 1)
     rows = torch.arange(query_length, device=vector.device)
-    behind = _first_needed_key(vector[:, : own + 1].unsqueeze(0), needed)
+    behind = _first_needed_key(vector[:, : query_slot + 1].unsqueeze(0), needed)
     first = (behind - query_length + 1 + rows).clamp(min=0).minimum(call.own_keys)
     if call.causal:
         return Windows(first, call.own_keys.expand_as(first), key_length)
-    ahead = _first_needed_key(vector[:, own:].flip(-1).unsqueeze(0), needed)
+    ahead = _first_needed_key(vector[:, query_slot:].flip(-1).unsqueeze(0), needed)
     last = (key_length - 1 - ahead + rows).clamp(max=key_length - 1).maximum(call.own_keys)
     return Windows(first, last, key_length)
 
@@ -188,10 +188,10 @@ def _largest_difference(vector: Tensor | None, call: Call) -> Tensor:
     """Returns the maximum of a distance bias over all keys, minus its value for the query's own key, `(1, heads)`."""
     if vector is None:
         return call.query.new_zeros(1, call.query.shape[1], dtype=torch.float32)
-    own = call.key.shape[2] - 1
-    seen = vector.detach()[:, : own + 1 if call.causal else None]
+    query_slot = call.key.shape[2] - 1
+    seen = vector.detach()[:, : query_slot + 1 if call.causal else None]
     # If it is not finite, all keys are needed.
-    return (seen.amax(-1) - seen[:, own]).nan_to_num(nan=torch.inf).unsqueeze(0)
+    return (seen.amax(-1) - seen[:, query_slot]).nan_to_num(nan=torch.inf).unsqueeze(0)
 
 
 def _needed_sum(call: Call) -> Tensor:
@@ -200,16 +200,16 @@ def _needed_sum(call: Call) -> Tensor:
     `(batch, heads, query_len)` float32.
     """
     query, key = call.query, call.key
-    own = slice(key.shape[2] - query.shape[2], None)
+    query_slots = slice(key.shape[2] - query.shape[2], None)
     heads = query.detach().float().unflatten(1, (key.shape[1], -1))
     keys, values = (tensor.detach().float().unsqueeze(2) for tensor in (key, call.value))
     lengths, sizes = keys.norm(dim=-1), values.norm(dim=-1)
     longest, largest = lengths.amax(-1, keepdim=True), sizes.amax(-1, keepdim=True)
-    own_logit = call.scaling * torch.linalg.vecdot(heads, keys[..., own, :])
+    own_logit = call.scaling * torch.linalg.vecdot(heads, keys[..., query_slots, :])
     # The omitted part must be small relative to the own key's contribution, even if a distant value is much larger.
-    needed = own_logit - abs(call.scaling) * longest * heads.norm(dim=-1) + (sizes[..., own] / largest).log()
+    needed = own_logit - abs(call.scaling) * longest * heads.norm(dim=-1) + (sizes[..., query_slots] / largest).log()
     if call.gradient is not None:
-        needed += (lengths[..., own] / longest).log()
+        needed += (lengths[..., query_slots] / longest).log()
     needed = needed.flatten(1, 2) + math.log(call.share)
     if call.gradient is not None:
         # The gradient of a key is a sum over queries, one of which may have a much larger gradient than most.
@@ -235,5 +235,5 @@ def _first_needed_key(bias: Tensor, needed: Tensor) -> Tensor:
     sums, needed = torch.where(usable, sums, 0.0), torch.where(usable, needed, -torch.inf)
     if bias.shape[0] == needed.shape[0]:
         return torch.searchsorted(sums, needed)
-    found = torch.searchsorted(sums[0], needed.transpose(0, 1).flatten(1))
-    return found.unflatten(1, (needed.shape[0], -1)).transpose(0, 1)
+    places = torch.searchsorted(sums[0], needed.transpose(0, 1).flatten(1))
+    return places.unflatten(1, (needed.shape[0], -1)).transpose(0, 1)

@@ -427,7 +427,7 @@ def check_parts(config: SchemeConfig, parts: Any) -> None:
             raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
     kind, order, part_class = type(config), type(config).__mro__, config.part_class
     named, *makers = (
-        next((place for place, one in enumerate(order) if name in vars(one)), len(order))
+        next((place for place, base in enumerate(order) if name in vars(base)), len(order))
         for name in ("part_class", "build", "rotation")
     )
     if part_class and named < min(makers) and not any(isinstance(part, part_class) for part in parts):
@@ -451,13 +451,13 @@ def _check_bias(bias: DistanceBias) -> None:
     Skipped on meta devices.
     """
     distance = torch.arange(-2, 1)
-    if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
+    if any(tensor.is_meta for tensor in (distance, *bias.parameters(), *bias.buffers())):
         return
     values = bias(distance)
-    found = tuple(values.shape)
-    if len(found) != 2 or found[1:] != distance.shape:
+    shape = tuple(values.shape)
+    if len(shape) != 2 or shape[1:] != distance.shape:
         raise ValueError(
-            f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
+            f"{type(bias).__name__}.forward returned the shape {shape} for distances of the shape "
             f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
         )
     wrong = values.isnan() | (values == torch.inf)

@@ -38,10 +38,10 @@ def exporting() -> bool:
 
 def modules_of(part: nn.Module) -> list[nn.Module]:
     """A part and its submodules. `part.modules()` calls many functions."""
-    found = [part]
+    modules = [part]
     for module in part._modules.values():
-        found += () if module is None else modules_of(module)
-    return found
+        modules += () if module is None else modules_of(module)
+    return modules
 
 
 class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
@@ -60,15 +60,15 @@ class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
         parts = (part,) if isinstance(part, nn.Module) else part
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         state: list[Any] = [*map(weakref.ref, parts)]
-        found: list[Tensor] = []
+        weights: list[Tensor] = []
         # Most parts have no submodules, and every layer asks.
-        for module in [one for part in parts for one in (modules_of(part) if part._modules else (part,))]:
+        for module in [inner for part in parts for inner in (modules_of(part) if part._modules else (part,))]:
             written_in = module.__dict__.get("written_in", type(module).__module__)
             if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
                 return compute()
             for weight in (*module._parameters.values(), *module._buffers.values()):
                 if weight is not None:
-                    found.append(weight)
+                    weights.append(weight)
                     state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         key = (id(parts[0]), len(parts), name)
         known = self.get(key)
@@ -78,7 +78,7 @@ class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
             del self[other]
         value = compute()
         # Memory that is held cannot be that of another weight later.
-        self[key] = state, value, [weight.detach() for weight in found]
+        self[key] = state, value, [weight.detach() for weight in weights]
         return value
 
     def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
@@ -375,8 +375,8 @@ class AttentionPairs:
         if self.memo is not None:
             known = self.memo.get(name)
             if known is None:
-                found = self.keys.remembered(name, compute, self.keys.ids, self.query_slots)
-                known = self.memo[name] = (found,)
+                value = self.keys.remembered(name, compute, self.keys.ids, self.query_slots)
+                known = self.memo[name] = (value,)
             return known[0]
         if self.query_slots.shape[0] != 1 and not self.is_small:
             return compute()

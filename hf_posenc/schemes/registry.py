@@ -165,9 +165,9 @@ def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig
         return get_scheme("composed").from_options({"parts": tuple(value)})
     kind = type(value)
     taken = kind.__name__ in {config.__name__ for config in registered_configs()}
-    found = f"the {kind.__name__} of {kind.__module__.partition('.')[0]}" if taken else shown(value)
+    description = f"the {kind.__name__} of {kind.__module__.partition('.')[0]}" if taken else shown(value)
     raise ValueError(
-        f"{option + ' is n' if option else 'N'}ot a scheme: {found}; expected a config such as "
+        f"{option + ' is n' if option else 'N'}ot a scheme: {description}; expected a config such as "
         f"hf_posenc.{kind.__name__ if taken else 'AlibiConfig'}(), a name, a dictionary, or a list of these."
     )
 

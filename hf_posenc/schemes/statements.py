@@ -27,7 +27,7 @@ def overrides(kind: type, method: str, statement: str) -> bool:
 
     A statement of a class in which the method is abstract is about the methods of all subclasses.
     """
-    stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
+    stated = next(getattr(base, method, None) for base in kind.__mro__ if statement in vars(base))
     names = getattr(getattr(stated, "__code__", None), "co_names", ())
     return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in names
 
@@ -35,7 +35,7 @@ def overrides(kind: type, method: str, statement: str) -> bool:
 def withdraw_statements(kind: type) -> None:
     """Gives the statements of a class about methods that it overrides their neutral values."""
     for statement, methods in _STATEMENTS.items():
-        makers = [vars(one)[statement] for one in kind.__mro__ if statement in vars(one)]
+        makers = [vars(base)[statement] for base in kind.__mro__ if statement in vars(base)]
         if makers and any(overrides(kind, method, statement) for method in methods):
             setattr(kind, statement, makers[-1])
 
@@ -43,7 +43,7 @@ def withdraw_statements(kind: type) -> None:
 def symmetric_by_methods(kind: type) -> bool:
     """False for a map that overrides one of `map_query` and `map_key`, and not what was stated about both."""
     names = ("map_query", "map_key", "symmetric")
-    query, key, stated = (next(i for i, one in enumerate(kind.__mro__) if name in vars(one)) for name in names)
+    query, key, stated = (next(i for i, base in enumerate(kind.__mro__) if name in vars(base)) for name in names)
     return query == key or min(query, key) >= stated
 
 
@@ -52,14 +52,16 @@ def overlooked(part: Any) -> str:
 
     Warns about hooks that are not called.
     """
-    kind, own = type(part), vars(part)
+    kind, attributes = type(part), vars(part)
     # Accelerate sets a `forward` that calls the original one, and leaves a bound method.
     known = {
-        name for name in own if name == "forward" and ("_old_forward" in own or own[name] == kind.forward.__get__(part))
+        name
+        for name in attributes
+        if name == "forward" and ("_old_forward" in attributes or attributes[name] == kind.forward.__get__(part))
     }
-    if found := STATED_METHODS.intersection(own) - known:
+    if methods := STATED_METHODS.intersection(attributes) - known:
         return (
-            f"A {kind.__name__} has its own {min(found)!r}, set on the object and not on its class. Faster ways to "
+            f"A {kind.__name__} has its own {min(methods)!r}, set on the object and not on its class. Faster ways to "
             f"compute it would ignore this. Define the method in a subclass of {kind.__name__}."
         )
     if not any(getattr(part, name, None) for name in ("map_query", "separable", "rotates_heads", "num_features")):

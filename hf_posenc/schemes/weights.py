@@ -19,8 +19,10 @@ def stacked(layers: Sequence[Any]) -> Any:
     made = copy.copy(layers[0])
     state: dict[str, Any] = dict(made.__dict__)
     made.__dict__ = state
-    state["_parameters"] = {name: torch.stack([one._parameters[name] for one in layers]) for name in made._parameters}
-    state["_modules"] = {name: stacked([one._modules[name] for one in layers]) for name in made._modules}
+    state["_parameters"] = {
+        name: torch.stack([layer._parameters[name] for layer in layers]) for name in made._parameters
+    }
+    state["_modules"] = {name: stacked([layer._modules[name] for layer in layers]) for name in made._modules}
     return made
 
 

@@ -84,7 +84,7 @@ class FireBias(PairwiseBias):
 
     def network(self, inputs: Tensor) -> Tensor:
         """Evaluates `f` directly: `(count,)` -> `(heads, count)` float32; with an axis of layers in front, if any."""
-        weight, bias = (one.float().unsqueeze(-1) for one in (self.hidden_weight, self.hidden_bias))
+        weight, bias = (parameter.float().unsqueeze(-1) for parameter in (self.hidden_weight, self.hidden_bias))
         hidden = torch.addcmul(bias, weight, inputs.unsqueeze(-2)).relu()
         return self.output_weight.float() @ hidden + self.output_bias.float().unsqueeze(-1)
 

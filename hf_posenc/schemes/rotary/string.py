@@ -80,7 +80,7 @@ class RotationInBasis(QueryKeyMap):
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the factors of a rotation that the basis lacks, and the basis, in the dtype of the heads."""
         *angles, columns = phases
-        return *(factors_of_angles(one, self.rotation.layout, dtype) for one in angles), columns.to(dtype)
+        return *(factors_of_angles(tensor, self.rotation.layout, dtype) for tensor in angles), columns.to(dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
@@ -146,9 +146,9 @@ class CayleyMap(RotationInBasis):
         if any(layer._fixed is not None for layer in layers) or type(first.rotation) is not LearnedFrequenciesMap:
             return None
         *angles, columns = first._phases(layers, positions)
-        *factors, columns = first.prepared((*(one.flatten(0, 1) for one in angles), columns), dtype)
+        *factors, columns = first.prepared((*(tensor.flatten(0, 1) for tensor in angles), columns), dtype)
         if not factors:
-            return [(one,) for one in columns.unbind(0)]
+            return [(tensor,) for tensor in columns.unbind(0)]
         direct, other = (
             [None] * len(layers) if factor is None else factor.unflatten(0, (len(layers), -1)).unbind(0)
             for factor in factors[0]
