@@ -74,9 +74,6 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 #: One in this many prompts is kept for testing.
 HELD_OUT_SHARE = 8
-#: If a length has fewer prompts than this, all are trained on. Keeping some back would teach less and leave too few for
-#: testing.
-SMALLEST_SPLIT = 256
 _TRAIN, _TEST, _ORDER = 0, 1, 2
 
 
@@ -158,8 +155,8 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
 def held_out_examples(task: SyntheticTask, length: int, samples: int, seed: int) -> list[Example]:
     """Returns up to `samples` different examples of one length that no `SyntheticExamples` contains, whatever its seed.
 
-    A length with fewer than `SMALLEST_SPLIT` prompts is not split: its examples may have been trained on (see
-    `is_split`). Fewer than `samples` are returned if there are no more.
+    A length with few prompts is not split: its examples may have been trained on (see `is_split`). Fewer than `samples`
+    are returned if there are no more.
 
     Raises:
         MeasurementError: for a length that the task does not have, or fewer than one sample.
@@ -168,22 +165,24 @@ def held_out_examples(task: SyntheticTask, length: int, samples: int, seed: int)
         raise MeasurementError(f"samples is {samples}; a measurement needs at least one example.")
     task.check_length(length)
     split = is_split(task, length)
-    wanted = samples if split else min(samples, task.prompt_count(length))
     generator = np.random.default_rng([seed, _TEST, length])
     drawn: dict[str, Example] = {}
     # A small set of prompts may have fewer than are wanted. After this many draws, nearly all have been seen.
-    for _ in range(wanted * HELD_OUT_SHARE * 8):
+    for _ in range(samples * HELD_OUT_SHARE * 8):
         example = task.example(length, generator)
         if not split or is_held_out(task, length, example):
             drawn.setdefault(example.prompt, example)
-            if len(drawn) == wanted:
+            if len(drawn) == samples:
                 break
     return list(drawn.values())
 
 
 def is_split(task: SyntheticTask, length: int) -> bool:
-    """Whether the prompts of this length are divided into some for training and some for testing."""
-    return task.prompt_count(length) >= SMALLEST_SPLIT
+    """Whether the prompts of this length are divided into some for training and some for testing.
+
+    Of fewer than 256 prompts, all are trained on. Keeping some back would teach less and leave too few for testing.
+    """
+    return task.split_from is not None and length >= task.split_from
 
 
 def is_held_out(task: SyntheticTask, length: int, example: Example) -> bool:

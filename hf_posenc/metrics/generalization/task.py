@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -41,7 +39,7 @@ class SyntheticTask:
         train_lengths: the lengths to train on by default.
         test_lengths: lengths to test on. Some are trained on, to separate failure to learn from failure to generalise.
         length_meaning: what the length of a problem counts.
-        prompt_count: returns the number of different prompts of a length.
+        split_from: the shortest length with 256 different prompts or more; `None` if no length has so many.
         characters: `(each, more)`: the longest problem of a length has `each * length + more`, including the answer.
         chance: probability that a blind guess is right, if it is not close to 0.
         longest: length of the longest problem, or `None`.
@@ -52,7 +50,7 @@ class SyntheticTask:
     train_lengths: tuple[int, ...]
     test_lengths: tuple[int, ...]
     length_meaning: str
-    prompt_count: Callable[[int], int]
+    split_from: int | None
     characters: tuple[int, int]
     chance: float = 0.0
     longest: int | None = None
@@ -184,32 +182,6 @@ def needle(length: int, generator: np.random.Generator) -> Example:
     return Example(f"{pairs}?{keys[wanted]}{SEPARATOR}", values[wanted])
 
 
-# These functions have names, because the workers of a study get their tasks by pickle.
-
-
-def _letters(length: int) -> int:
-    return len(LETTERS)
-
-
-def _texts(length: int) -> int:
-    return int(len(LETTERS) ** length)
-
-
-def _additions(length: int) -> int:
-    """Counts the pairs of numbers without leading zeros."""
-    return int(100 if length == 1 else (9 * 10 ** (length - 1)) ** 2)
-
-
-def _passkeys(length: int) -> int:
-    """Counts the combinations of filler, depth and passkey."""
-    return _texts(length) * (length + 1) * 10**_PASSKEY_DIGITS
-
-
-def _needles(length: int) -> int:
-    """Counts the combinations of an order of keys, their values and a question."""
-    return length * math.perm(len(KEYS), length) * 10 ** (_VALUE_DIGITS * length)
-
-
 _UP_TO_10, _BEYOND_10 = tuple(range(1, 11)), (5, 10, 11, 12, 13, 14, 16, 20, 30, 40)
 _UP_TO_6, _BEYOND_6 = tuple(range(1, 7)), (3, 6, 7, 8, 9, 12, 16, 24)
 _TIMES = "number of times the character stands in the prompt"
@@ -219,23 +191,23 @@ _BITS, _AROUND, _KEYS = "number of bits", "number of letters around the passkey"
 SYNTHETIC_TASKS: dict[str, SyntheticTask] = {
     task.name: task
     for task in (
-        SyntheticTask("repeated_copy", repeated_copy, _UP_TO_10, _BEYOND_10, _TIMES, _letters, (2, 1)),
-        SyntheticTask("copy", copy, _UP_TO_10, _BEYOND_10, _CHARACTERS, _texts, (2, 1)),
-        SyntheticTask("reverse", reverse, _UP_TO_10, _BEYOND_10, _CHARACTERS, _texts, (2, 1)),
-        SyntheticTask("sorting", sorting, _UP_TO_10, _BEYOND_10, _CHARACTERS, _texts, (2, 1)),
+        SyntheticTask("repeated_copy", repeated_copy, _UP_TO_10, _BEYOND_10, _TIMES, None, (2, 1)),
+        SyntheticTask("copy", copy, _UP_TO_10, _BEYOND_10, _CHARACTERS, 2, (2, 1)),
+        SyntheticTask("reverse", reverse, _UP_TO_10, _BEYOND_10, _CHARACTERS, 2, (2, 1)),
+        SyntheticTask("sorting", sorting, _UP_TO_10, _BEYOND_10, _CHARACTERS, 2, (2, 1)),
         # The sum may have one more digit.
-        SyntheticTask("addition", addition, _UP_TO_6, _BEYOND_6, _DIGITS, _additions, (3, 3)),
-        SyntheticTask("reversed_addition", reversed_addition, _UP_TO_6, _BEYOND_6, _DIGITS, _additions, (3, 3)),
+        SyntheticTask("addition", addition, _UP_TO_6, _BEYOND_6, _DIGITS, 2, (3, 3)),
+        SyntheticTask("reversed_addition", reversed_addition, _UP_TO_6, _BEYOND_6, _DIGITS, 2, (3, 3)),
         SyntheticTask(
-            "parity", parity, tuple(range(1, 21)), (10, 20, 21, 22, 25, 30, 40, 60, 80), _BITS, partial(pow, 2), (1, 2),
+            "parity", parity, tuple(range(1, 21)), (10, 20, 21, 22, 25, 30, 40, 60, 80), _BITS, 8, (1, 2),
             chance=0.5,
         ),
         SyntheticTask(
-            "passkey", passkey, tuple(range(4, 21)), (10, 20, 22, 25, 30, 40, 60, 80), _AROUND, _passkeys,
+            "passkey", passkey, tuple(range(4, 21)), (10, 20, 22, 25, 30, 40, 60, 80), _AROUND, 1,
             (1, 2 + 2 * _PASSKEY_DIGITS),
         ),
         SyntheticTask(
-            "needle", needle, tuple(range(1, 9)), (4, 8, 9, 10, 12, 16, 24, 32), _KEYS, _needles,
+            "needle", needle, tuple(range(1, 9)), (4, 8, 9, 10, 12, 16, 24, 32), _KEYS, 1,
             (1 + _VALUE_DIGITS, 3 + _VALUE_DIGITS), longest=len(KEYS),
         ),
     )
