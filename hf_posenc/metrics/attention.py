@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, run
@@ -49,11 +48,24 @@ def attention_test(
     windows = text_windows(tokenizer, texts, length, max_windows)
     check_vocabulary(model, int(windows.min()), int(windows.max()))
 
+    places = torch.arange(length)
+    apart = (places.unsqueeze(0) - places.unsqueeze(1)).abs().double()
+
     def measure(patched: Any) -> list[Record]:
-        layers = torch.stack([_means(patched, window) for window in windows.split(1)]).mean(0)
+        found = []
+        for window in windows.split(1):
+            read = run(patched, window, attention_mask=torch.ones_like(window), wanted="attentions").attentions
+            layers = [weights.cpu().double() for weights in read]
+            found.append(
+                [
+                    [float((layer * apart).sum(-1).mean()), float(torch.special.entr(layer).sum(-1).mean())]
+                    for layer in layers
+                ]
+            )
+        means = torch.tensor(found, dtype=torch.float64).mean(0)
         return [
             Record("", quantity, value, {"layer": layer}, count=windows.shape[0])
-            for layer, values in enumerate(layers.tolist(), start=1)
+            for layer, values in enumerate(means.tolist(), start=1)
             for quantity, value in zip(("distance", "entropy"), values, strict=True)
         ]
 
@@ -71,16 +83,4 @@ def attention_test(
         ),
         rows=("layer",),
         settings={"data": digest(windows), "windows": windows.shape[0], "length": length, "seed": seed},
-    )
-
-
-def _means(model: Any, ids: Tensor) -> Tensor:
-    """Returns `(layers, 2)` float64: distance and entropy of one window."""
-    places = torch.arange(ids.shape[1])
-    distance = (places.unsqueeze(0) - places.unsqueeze(1)).abs().double()
-    output = run(model, ids, attention_mask=torch.ones_like(ids), wanted="attentions")
-    layers = [weights.cpu().double() for weights in output.attentions]
-    return torch.tensor(
-        [[(layer * distance).sum(-1).mean(), torch.special.entr(layer).sum(-1).mean()] for layer in layers],
-        dtype=torch.float64,
     )

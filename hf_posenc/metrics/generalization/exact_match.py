@@ -103,6 +103,8 @@ def compare_generalization(
     }
     check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
 
+    forced = method == "teacher_forced"
+
     def measure(patched: Any) -> list[Record]:
         if not is_encoder_decoder(patched) and not predicts_next_token(patched, torch.tensor([rows[lengths[0]][0][0]])):
             raise UnsupportedError(
@@ -110,13 +112,29 @@ def compare_generalization(
                 f"token sees later tokens, so it would read the answer that it has to give. Load a decoder with "
                 f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
             )
+        encoding = current_encoding(unwrapped(patched))
         records: list[Record] = []
-        with evaluation_mode(patched):
-            for length, group in rows.items():
-                at = {"length": length}
-                records += _measure(patched, tokenizer, length, group, method, batch_size)
-                records.append(Record("", "examples", len(group), at))
-                records.append(Record("", "held_out", None, at, passed=is_split(task, length)))
+        by_length = LENGTH_DEPENDENT_NOTE if forced and encoding is not None and is_length_dependent(encoding) else ""
+        for length, group in rows.items():
+            at, note, count = {"length": length}, by_length, len(group)
+            hits: list[Tensor] = []
+            try:
+                check_capacity(patched, max(_longest_sequence(patched, ids, labels) for ids, labels in group))
+                with evaluation_mode(patched):
+                    hits = [
+                        _teacher_forced(patched, *batch) if forced else _generated(patched, tokenizer, *batch)
+                        for batch in _batches(patched, group, batch_size)
+                    ]
+            except (SequenceLengthError, FloatingPointError) as error:
+                note = f"length {length}: {error}"
+            right = sum(int(batch.all(dim=1).sum()) for batch in hits)
+            low, high = wilson_interval(right, count) if hits else (None, None)
+            records.append(Record("", "exact_match", right / count if hits else None, at, low, high, count, note=note))
+            if forced:
+                accuracy = sum(int(batch.sum()) for batch in hits) / sum(map(Tensor.numel, hits)) if hits else None
+                records.append(Record("", "token_accuracy", accuracy, at))
+            records.append(Record("", "examples", count, at))
+            records.append(Record("", "held_out", None, at, passed=is_split(task, length)))
         return records
 
     measured = measure_as_is(model, measure) if schemes is None else measure_schemes(model, schemes, measure, seed=seed)
@@ -144,30 +162,6 @@ def compare_generalization(
             f"length: {task.length_meaning}. A blind guess is right with probability {format_number(task.chance)}.",
         ),
     )
-
-
-def _measure(
-    model: Any, tokenizer: Any, length: int, rows: list[_Row], method: Method, batch_size: int
-) -> list[Record]:
-    """Returns the exact match on the examples of one length and, with teacher forcing, the token accuracy."""
-    at, forced, encoding = {"length": length}, method == "teacher_forced", current_encoding(unwrapped(model))
-    note = LENGTH_DEPENDENT_NOTE if forced and encoding is not None and is_length_dependent(encoding) else ""
-    hits: list[Tensor] = []
-    try:
-        check_capacity(model, max(_longest_sequence(model, ids, labels) for ids, labels in rows))
-        hits = [
-            _teacher_forced(model, *batch) if forced else _generated(model, tokenizer, *batch)
-            for batch in _batches(model, rows, batch_size)
-        ]
-    except (SequenceLengthError, FloatingPointError) as error:
-        note = f"length {length}: {error}"
-    right, count = sum(int(batch.all(dim=1).sum()) for batch in hits), len(rows)
-    low, high = wilson_interval(right, count) if hits else (None, None)
-    records = [Record("", "exact_match", right / count if hits else None, at, low, high, count, note=note)]
-    if forced:
-        accuracy = sum(int(batch.sum()) for batch in hits) / sum(map(Tensor.numel, hits)) if hits else None
-        records.append(Record("", "token_accuracy", accuracy, at))
-    return records
 
 
 def _batches(model: Any, rows: list[_Row], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

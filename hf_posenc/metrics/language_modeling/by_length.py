@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +157,16 @@ def loss_by_length(
     if position_bin < 1:
         raise MeasurementError(f"position_bin must be at least 1, got {position_bin}.")
     causal = predicts_next_token(model, input_ids) if causal is None else causal
-    read = partial(_framed_losses, model, causal, frame, tokens_per_batch)
+
+    def read(ids: Tensor, targets: Tensor) -> Tensor:
+        """Returns losses of pieces `(pieces, length)` with the frame around them; NaN where there is no target."""
+        # A causal model cannot predict the first token of a piece, unless the frame has a token before it.
+        if not bool((targets[:, causal and not frame.before :] != IGNORED).any()):
+            return torch.full(ids.shape, math.nan)
+        framed = frame.around(ids, targets=False), frame.around(targets, targets=True)
+        losses = token_losses(model, *framed, causal, tokens_per_batch=tokens_per_batch)
+        return losses[:, len(frame.before) : len(frame.before) + ids.shape[1]]
+
     rows: list[LengthRow] = []
     longest = torch.empty(windows, 0)
     for length in ascending:
@@ -238,18 +246,6 @@ def scored_spans(length: int, window: int, stride: int, causal: bool) -> list[tu
         ends = [(start + window + following) // 2 for start, following in itertools.pairwise(starts)]
         ends.append(length)
     return list(zip(starts, [0, *ends[:-1]], ends, strict=True))
-
-
-def _framed_losses(
-    model: Any, causal: bool, frame: Frame, tokens_per_batch: int, ids: Tensor, targets: Tensor
-) -> Tensor:
-    """Returns losses of pieces `(pieces, length)` with special tokens around them; NaN where there is no target."""
-    # A causal model cannot predict the first token of a piece, unless the frame has a token before it.
-    if not bool((targets[:, causal and not frame.before :] != IGNORED).any()):
-        return torch.full(ids.shape, math.nan)
-    framed = frame.around(ids, targets=False), frame.around(targets, targets=True)
-    losses = token_losses(model, *framed, causal, tokens_per_batch=tokens_per_batch)
-    return losses[:, len(frame.before) : len(frame.before) + ids.shape[1]]
 
 
 def _piecewise_losses(read: _Read, input_ids: Tensor, labels: Tensor, content: int) -> Tensor:
@@ -339,17 +335,13 @@ def text_losses(
     windows = stream_windows(stream, lengths[-1] - frame.size, max_windows=max_windows)
     probability = _MASKED if mask_probability is None else mask_probability
     batch = language_targets(model, tokenizer, windows, causal=causal, probability=probability, seed=seed)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "tail": default_tail(lengths[0] - frame.size) if tail is None else tail,
-        "sliding_window": sliding_window,
-        "stride": stride,
-        "frame": frame,
-        "tokens_per_batch": tokens_per_batch,
-    }
+    tail = default_tail(lengths[0] - frame.size) if tail is None else tail
 
     def measure(patched: Any) -> list[Record]:
-        measured = loss_by_length(patched, *batch, lengths, **options)
+        measured = loss_by_length(
+            patched, *batch, lengths, causal=causal, tail=tail, sliding_window=sliding_window, stride=stride,
+            frame=frame, tokens_per_batch=tokens_per_batch,
+        )  # fmt: skip
         records = [record for row in measured.rows for record in _records(row, "", {"length": row.length})]
         if measured.sliding is not None:
             at = {"window": measured.sliding.length, "stride": measured.sliding.stride}
@@ -364,7 +356,7 @@ def text_losses(
     titles = {
         "loss": "Mean loss",
         "perplexity": "Perplexity" if causal else "Pseudo-perplexity (of masked tokens)",
-        "tail_loss": f"Loss of the last {options['tail']} tokens of each window",
+        "tail_loss": f"Loss of the last {tail} tokens of each window",
     }
     return evaluation_result(
         "loss",
@@ -382,7 +374,7 @@ def text_losses(
             "causal": causal,
             "lengths": list(lengths),
             "windows": count,
-            "tail_tokens": options["tail"],
+            "tail_tokens": tail,
             "special_tokens": frame.size,
             "seed": seed,
         },
