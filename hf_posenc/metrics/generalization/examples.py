@@ -167,12 +167,14 @@ def held_out_examples(task: SyntheticTask, length: int, samples: int, seed: int)
     split = is_split(task, length)
     generator = np.random.default_rng([seed, _TEST, length])
     drawn: dict[str, Example] = {}
+    repeated, enough = 0, HELD_OUT_SHARE * 8
     # A small set of prompts may have fewer than are wanted. After this many draws, nearly all have been seen.
-    for _ in range(samples * HELD_OUT_SHARE * 8):
+    for _ in range(samples * enough):
         example = task.example(length, generator)
         if not split or is_held_out(task, length, example):
+            repeated = repeated + 1 if example.prompt in drawn else 0
             drawn.setdefault(example.prompt, example)
-            if len(drawn) == samples:
+            if len(drawn) == samples or repeated > enough * len(drawn):
                 break
     return list(drawn.values())
 
