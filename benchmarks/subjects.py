@@ -111,24 +111,15 @@ class LanguageModel(Subject):
     _apart: dict[tuple[str, int], Apart] = field(default_factory=dict)
 
     def call(self, phase: str, length: int) -> Call:
-        """Sets the mode of the model and prepares its tokens and cache."""
-        if phase in COMPILED:
-            key = (phase, length)
-            if key not in self._apart:
-                self._apart[key] = Apart(lambda: self._compiled(phase, length))
-            elsewhere = self._apart[key].seconds
-            return Call(elsewhere, seconds=elsewhere)
-        model = self.model.train(phase.startswith("train"))
-        if phase in DECODING:
-            batch = DECODING[phase]
-            return Call(*self._decoding(model, length, lambda: self.filled_cache(length, batch), batch))
-        tokens = self.setting.tokens(length)
-        uncached = {"use_cache": False} if model.can_generate() else {}
-        if phase.startswith("train"):
-            return Call(
-                lambda: model(input_ids=tokens, labels=tokens, **uncached).loss.backward(), lambda: model.zero_grad()
-            )
-        return Call(torch.no_grad()(lambda: model(input_ids=tokens, **uncached)))
+        """Prepares tokens and cache. A compiled model runs in a process of its own."""
+        if phase not in COMPILED:
+            return Call(*self._prepared(self.model, phase, length))
+        key = (phase, length)
+        if key not in self._apart:
+            kind = phase.removesuffix("_compiled")
+            self._apart[key] = Apart(lambda: self._prepared(torch.compile(self.model), kind, length))
+        elsewhere = self._apart[key].seconds
+        return Call(elsewhere, seconds=elsewhere)
 
     def close(self) -> None:
         """Stops the processes of compiled models."""
@@ -136,39 +127,37 @@ class LanguageModel(Subject):
             apart.close()
         self._apart.clear()
 
-    def _compiled(self, phase: str, length: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Returns a call of the compiled model, and a function that restores the state from before it."""
-        compiled = torch.compile(self.model.train(phase.startswith("train")))
-        if phase == "train_compiled":
-            tokens = self.setting.tokens(length)
-            given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-            return lambda: compiled(**given).loss.backward(), self.model.zero_grad
-        cache = StaticCache(config=self.model.config, max_cache_len=length + ROOM)
+    def _prepared(self, model: Any, phase: str, length: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Returns a call of the model, compiled or not, and a function that restores the state from before it."""
+        self.model.train(phase == "train")
+        if phase in DECODING:
+            return self._decoding(model, length, DECODING[phase])
+        tokens = self.setting.tokens(length)
+        uncached = {"use_cache": False} if self.model.can_generate() else {}
+        if phase == "train":
+            return lambda: model(input_ids=tokens, labels=tokens, **uncached).loss.backward(), self.model.zero_grad
+        return torch.no_grad()(lambda: model(input_ids=tokens, **uncached)), lambda: None
 
-        @torch.no_grad()
-        def fill() -> Cache:
-            cache.reset()
-            self.model(input_ids=self.setting.tokens(length), past_key_values=cache, use_cache=True)
-            return cache
-
-        return self._decoding(compiled, length, fill)
-
-    def _decoding(
-        self, model: Callable[..., object], length: int, fill: Callable[[], Cache], batch: int = 1
-    ) -> tuple[Callable[[], object], Callable[[], object]]:
+    @torch.no_grad()
+    def _decoding(self, model: Any, length: int, batch: int) -> tuple[Callable[[], object], Callable[[], object]]:
         """Returns a call that decodes a token, and a function that fills the cache again after `ROOM` tokens."""
-        cache, token = fill(), self.setting.tokens(1, batch)
+        static = StaticCache(config=self.model.config, max_cache_len=length + ROOM)
 
-        @torch.no_grad()
-        def run() -> object:
-            return model(input_ids=token, past_key_values=cache, use_cache=True)
+        def fill() -> Cache:
+            if model is self.model:
+                return self.filled_cache(length, batch)
+            static.reset()
+            self.model(input_ids=self.setting.tokens(length, batch), past_key_values=static, use_cache=True)
+            return static
+
+        cache, token = fill(), self.setting.tokens(1, batch)
 
         def after() -> None:
             nonlocal cache
             if int(cache.get_seq_length()) == length + ROOM:
-                cache = fill()
+                cache = torch.no_grad()(fill)()
 
-        return run, after
+        return torch.no_grad()(lambda: model(input_ids=token, past_key_values=cache, use_cache=True)), after
 
     def filled_cache(self, length: int, batch: int = 1) -> DynamicCache:
         """Returns a cache of `length` tokens in each of `batch` sequences.
