@@ -171,19 +171,6 @@ def test_moved_layers_keep_their_own_parameters_when_the_scheme_is_placed_again(
     assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("scheme", ["t5", "learned", "forget_gate", "alibi"])
-def test_the_scheme_in_force_placed_again_keeps_its_parameters(scheme: str) -> None:
-    model = patched("llama_gqa", scheme)
-    before = dict(model.position_encoding.named_parameters())
-    patch_model(model, scheme)
-    after = dict(model.position_encoding.named_parameters())
-    assert [*before] == [*after]
-    assert all(before[name] is after[name] for name in before)
-    if scheme == "t5":  # Other options are another scheme.
-        patch_model(model, scheme, num_buckets=16)
-        assert not {*map(id, before.values())} & {*map(id, model.position_encoding.parameters())}
-
-
 @torch.no_grad()
 def test_copied_layers_compute_the_scheme_and_are_unpatched_with_it() -> None:
     stock, model, again, ids = patched("llama_gqa", None), patched("llama_gqa", "alibi"), None, tokens(2, 8)

@@ -18,6 +18,7 @@ from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
 from tests.kits.decoding import decoded
 from tests.matrix.running import drawn, patched, placed, tokens
 from tests.models import tiny
+from tests.thinning import in_turn
 
 LAYERS = 4
 #: A scheme for each way in which a bias, or a rotation by the layer's input, is computed.
@@ -88,8 +89,7 @@ def assert_equal(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]
     return compare
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("<>"))
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "change"), in_turn(SCHEMES, CHANGES))
 def test_results_are_those_of_layers_that_check_everything(scheme: str, change: Change, assert_equal: Any) -> None:
     assert_equal(lambda: built(scheme, change))
 
@@ -150,8 +150,7 @@ def test_a_cache_is_freed_with_its_last_reference(scheme: str) -> None:
     assert freed() is None
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "reentrant"), in_turn(SCHEMES, [True, False]))
 def test_activations_of_recomputed_layers_are_freed_without_a_backward_pass(scheme: str, reentrant: bool) -> None:
     model = built(scheme, lambda model: None).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_posenc import (
     AlibiConfig,
     InterleavedConfig,
-    LocalGlobalConfig,
     NativeConfig,
     NoneConfig,
     RopeConfig,
@@ -102,17 +101,6 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
         parameter.add_(math.log(of_slopes))
     assert distance(found, outputs(model, tokens())[:, -1]) <= CLOSE
     assert (distance(found, before) > 1e-3) == (of_queries * of_slopes != 1)
-
-
-@torch.no_grad()
-def test_local_and_global_layers_are_told_apart_by_the_model():
-    """Cohere 2 rotates in local layers only, which is the preset; Gemma 3 rotates everywhere."""
-    both = LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6))
-    for name, config in (("cohere2_interleaved", LocalGlobalConfig()), ("gemma3_two_rotaries", both)):
-        model = patched(name, None)
-        stock = outputs(model, tokens())
-        patch_model(model, config)
-        assert distance(outputs(model, tokens()), stock) <= CLOSE
 
 
 def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():

@@ -362,11 +362,3 @@ def test_cross_attention_that_was_exchanged_is_refused(name: str, path: str, put
     model.set_submodule(path, put(stock, moved))
     with pytest.raises(UnsupportedError, match=reason):
         logits_of(model)
-
-
-def test_an_inspection_leaves_alone_what_has_no_scheme() -> None:
-    model = model_of()
-    decoder = hf_posenc.inspect_model(model).stacks[1]
-    assert len(decoder.left_alone) == 2
-    assert hf_posenc.inspect_model(patch_model(model, "rope")).stacks[1].left_alone == decoder.left_alone
-    assert not hf_posenc.inspect_model(patch_model(model, "rope", cross_attention=True)).stacks[1].left_alone

@@ -127,14 +127,6 @@ def test_sums_over_dropped_tokens_are_refused(scheme: str) -> None:
         model(ids[:, SIZE + 1 : SIZE + 2], past_key_values=cache)
 
 
-@torch.no_grad()
-def test_a_scheme_that_follows_the_length_sees_the_length_of_the_text() -> None:
-    scaling = {"type": "dynamic", "factor": 2.0, "original_max_positions": 16}
-    model = patched("llama_gqa", {"scheme": "rope", "scaling": scaling})
-    with pytest.raises(UnsupportedError, match="Dynamic NTK"):
-        decoded(model, tokens(2, LENGTH), SinkCache(SINKS, WINDOW), SINGLY)
-
-
 @pytest.mark.parametrize("inner", ["rope", "alibi"])
 @torch.no_grad()
 def test_generation_at_bounded_memory(inner: str) -> None:

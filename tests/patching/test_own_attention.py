@@ -21,6 +21,7 @@ from hf_posenc import patch_model
 from hf_posenc.errors import UnsupportedError
 from tests.matrix.running import distance, drawn, tokens
 from tests.models import tiny
+from tests.thinning import in_turn
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: A bias, one that reads queries, a rotation by the input, a scale, and a rotation.
@@ -122,8 +123,7 @@ class OwnInterface(LlamaAttention):
 WAYS = [blocks_of_the_interface, prefixes_of_the_interface, windows_of_the_interface]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("scheme", "way"), in_turn(SCHEMES, WAYS))
 @torch.no_grad()
 def test_parts_of_the_interface_have_the_rotation_and_nothing_else(way: Any, scheme: Any) -> None:
     stock, model = (tiny("LlamaForCausalLM", attn_implementation="sdpa").eval() for _ in range(2))
@@ -164,8 +164,9 @@ def built(core: Core | None, scheme: Any) -> Any:
 FOLLOWED = [of_names, with_a_vector, merged]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("core", [*FOLLOWED, blocks, blocks_of_kernels, rows, heads, keys_first])
+@pytest.mark.parametrize(
+    ("core", "scheme"), in_turn([*FOLLOWED, blocks, blocks_of_kernels, rows, heads, keys_first], SCHEMES)
+)
 @torch.no_grad()
 def test_a_forward_whose_parts_would_lack_the_scheme_is_refused(core: Core, scheme: Any) -> None:
     """The rotary function is replaced before, so a rotation is complete in every part."""

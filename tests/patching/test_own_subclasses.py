@@ -298,27 +298,12 @@ def with_bias(does: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return own("none", "build", lambda self, context: SchemeParts(logit_bias=bias()))()
 
 
-def test_a_bias_of_the_wrong_shape_is_named_when_it_is_placed() -> None:
-    message = r"OwnBias.forward returned the shape \(3,\) for distances of the shape \(3,\); expected \(heads, 3\)"
-    model = ARCHITECTURES["llama_gqa"].build()
-    with pytest.raises(ValueError, match=message):
-        patch_model(model, with_bias(lambda distance: -distance.abs().float()))
-    assert not hasattr(model, "position_encoding")
-
-
 def test_a_bias_that_reads_its_distances_is_placed_in_a_model_without_weights() -> None:
     scheme = with_bias(lambda distance: -(distance.abs() / max(int(distance.abs().max()), 1)).expand(2, -1))
     with torch.device("meta"):
         model = patch_model(tiny("LlamaForCausalLM"), scheme)
     assert next(model.parameters()).is_meta
     assert model.position_encoding.config == scheme
-
-
-def test_a_causal_scheme_with_its_own_build_is_refused_in_an_encoder() -> None:
-    kind: Any = own("rope", "causal_only", "It sees the past only.")  # type: ignore[arg-type]
-    kind.build = lambda self, context: SchemeParts()
-    with pytest.raises(UnsupportedError, match=r"It sees the past only\."):
-        patched("bert", kind())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from hf_posenc import (
     SinusoidalConfig,
     UnsupportedError,
     YarnScaling,
-    native_scheme,
     patch_model,
 )
 from tests.architectures.population import pair_named
@@ -155,22 +154,6 @@ def test_the_reason_is_said_and_the_model_is_left_alone(
         patch_model(model, scheme, **options)
     assert not difference(before, trace_of(model))
     assert not hasattr(model, "position_encoding")
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme", "options"),
-    [
-        ("gemma2", FAR, {}),
-        ("shared keys", "native", {}),
-        ("llama_gqa", "alibi", {}),
-        # The patches of its images are in no cache.
-        ("other-pi0", "pope", {"part": "vision"}),
-        ("other-pi0", "grape_m", {"part": "vision"}),
-    ],
-)
-def test_what_differs_in_the_reason_alone_is_accepted(name: str, scheme: Any, options: dict[str, Any]) -> None:
-    model = tiny("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=None) if name == "gemma2" else model_of(name)
-    patch_model(copy.deepcopy(model), native_scheme(model) if scheme == "native" else scheme, **options)
 
 
 def test_what_fails_in_a_stock_model_is_refused_in_place_of_another_scheme_too() -> None:

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from transformers import LEDConfig, LEDForConditionalGeneration
 
 from hf_posenc import (
-    LearnedConfig,
-    SequenceLengthError,
     UnsupportedError,
     export_model,
     extend_context,
-    inspect_model,
     native_scheme,
     patch_model,
     unpatch_model,
@@ -95,16 +92,6 @@ def test_the_native_table_in_its_place_changes_nothing(model: Any) -> None:
     assert all(torch.equal(logits(model, **call), own) for call, own in zip(calls, stock, strict=True))
 
 
-def test_native_tables_begin_where_the_first_token_is(model: Any) -> None:
-    found = native_scheme(model)
-    # The tables of LED have lengths of their own.
-    offset, rows = (0, None) if model.config.is_encoder_decoder else (2, NATIVE)
-    assert found == LearnedConfig(num_positions=rows, offset=offset)
-    assert "sparse" in inspect_model(model).stacks[0].attention
-    with pytest.raises(UnsupportedError, match="logits of all pairs of tokens are never computed"):
-        patch_model(model, "rope")
-
-
 def test_a_repeated_table_is_a_stock_model_with_a_longer_one(model: Any, tmp_path: Path) -> None:
     stock = copy.deepcopy(model)
     swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
@@ -158,13 +145,6 @@ def test_left_padding_changes_nothing(model: Any, scheme: str) -> None:
     found = logits(model, padded, attention_mask=mask)
     found = found if model.config.is_encoder_decoder else found[:, 7:]
     torch.testing.assert_close(found, logits(model, text), atol=1e-4, rtol=1e-4)
-
-
-def test_a_table_ends_with_its_last_row_and_not_with_the_padding_behind_it(model: Any) -> None:
-    swap_scheme(model, "learned", num_positions=70, table_extension="last")
-    assert torch.isfinite(logits(model, tokens(70))).all()  # 72 tokens with the padding that the model appends
-    with pytest.raises(SequenceLengthError, match="70"):
-        logits(model, tokens(71))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -29,7 +29,7 @@ from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.mrope import default_sections
 from hf_posenc.schemes.rotary.rope_nd import axial_frequencies
 
-from .building import build, counted, image, logits_of, pairs_at, part_of, placed_at, random_heads, redraw
+from .building import build, counted, image, logits_of, part_of, placed_at, random_heads, redraw
 from .table import distance_biases, seeds
 from .table.row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS
 
@@ -191,29 +191,6 @@ def test_images_of_several_sizes_in_a_batch_are_encoded_as_alone(config: Any) ->
         torch.testing.assert_close(both[row], run(config, alone)[0], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("config", [SwinConfig((4, 4)), LearnedConfig(grid=(4, 4))], ids=str)
-def test_the_size_of_the_grid_may_come_from_shapes(config: SchemeConfig) -> None:
-    """Then no tensor has to be read."""
-    sized = image(5, 3, prefix=1)
-    assert torch.equal(run(config, sized), run(config, dataclasses.replace(sized, extents=None, grid=(5, 3))))
-
-
-@pytest.mark.parametrize("config", BIASES, ids=str)
-def test_some_queries_and_keys_have_the_bias_of_all(config: SchemeConfig) -> None:
-    bias, pairs = parts_of(config).logit_bias, pairs_at(image(*SIZE, prefix=1))
-    # Tables of another size of grid are resized; the grid of the first keys is still that of the image.
-    assert torch.equal(bias(pairs.of_queries(4, 7).of_first_keys(9)), bias(pairs)[..., 4:7, :9])
-
-
-@pytest.mark.parametrize("config", ALL_RELATIVE + ADDED, ids=str)
-def test_a_cast_changes_only_learned_numbers(config: SchemeConfig) -> None:
-    positions = image(*size_of(config), prefix=1)
-    learned = any(True for part in parts_of(config) for _ in part.parameters())
-    cast = run(config, positions, dtype=torch.bfloat16).float()
-    close = 3e-2 * max(1, getattr(config, "limit", 0) / 4) if learned else 0
-    torch.testing.assert_close(cast, run(config, positions), rtol=close, atol=close)
-
-
 def test_normalized_coordinates_of_text_cannot_extend_a_cache() -> None:
     part = part_of(RopeNdConfig(grid=(4,), coordinates="normalized"))
     part.check_cache(0, 12)
@@ -289,15 +266,6 @@ def test_tables_of_another_size_are_adopted_if_they_are_square() -> None:
     swin = part_of(SwinConfig(SIZE), causal=False)
     assert not swin.adopt(torch.randn(36, HEADS))
     assert swin.adopt(torch.randn(35, HEADS))
-
-
-@pytest.mark.parametrize(
-    "config", [SwinConfig((4, 4), class_entries=True), LearnedConfig(grid=(4, 4), num_prefix_tokens=1)]
-)
-def test_gradients_reach_resized_tables(config: SchemeConfig) -> None:
-    part, positions = part_of(config, causal=False), image(5, 6, prefix=1)
-    (part(positions) if isinstance(config, LearnedConfig) else part(pairs_at(positions))).square().sum().backward()
-    assert (part.weight.grad.abs().sum(-1) > 0).all()
 
 
 def test_a_position_map_moves_places_and_drops_the_size_of_the_grid() -> None:

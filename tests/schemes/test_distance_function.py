@@ -18,47 +18,12 @@ from hf_posenc.schemes.bias.distance_function import config_of_function
 from tests.fresh import printed, run_fresh
 from tests.models import tiny
 
-from .own_schemes import FadingConfig, RootConfig
-
 PLACE = BuildContext(hidden_size=16, num_heads=2, head_dim=8)
 
 
 @pytest.fixture(autouse=True)
 def registry_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
-
-
-def test_learned_numbers_start_at_their_option_and_are_not_decayed() -> None:
-    part = FadingConfig(slope=0.25).build(PLACE).logit_bias
-    assert dict(part.named_parameters()).keys() == part.no_weight_decay == {"slope"}
-    assert part.slope.tolist() == [0.25, 0.25]
-    assert FadingConfig.per_layer
-    assert not RootConfig.per_layer
-
-
-def test_the_bias_is_float32_in_any_dtype() -> None:
-    part = FadingConfig().build(PLACE).logit_bias.to(torch.bfloat16)
-    for distance in (torch.arange(-3, 3), torch.arange(-3, 3) / 2):
-        assert part(distance).dtype == torch.float32
-    assert config_of_function(in_half_precision)().build(PLACE).logit_bias(torch.arange(3)).dtype == torch.float32
-
-
-def in_half_precision(distance: Tensor) -> Tensor:
-    return distance.bfloat16()
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (RootConfig, {"scale": "1"}, r"root\.scale is '1'; expected a finite number"),
-        (RootConfig, {"scale": -1.0}, r"root\.scale is -1.0; expected a finite number at least 0"),
-        # An option without limits has a type, too.
-        (FadingConfig, {"reach": 1.5}, r"fading\.reach is 1.5; expected an integer"),
-    ],
-)
-def test_options_are_checked(config: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config.from_options(options)
 
 
 def test_the_name_is_the_config_of_the_scheme() -> None:

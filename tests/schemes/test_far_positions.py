@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 
-from .building import LENGTH, TOKENS, build, counted, logits_of as logits, random_heads
+from .building import LENGTH, TOKENS, build, logits_of as logits, random_heads
 
 DISTANCE = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
 
@@ -78,30 +77,6 @@ OFFICIAL = [
 @pytest.mark.parametrize(("config", "expected"), OFFICIAL, ids=lambda value: str(value)[:40])
 def test_attention_equals_the_official_code(config: SchemeConfig, expected: list[list[float]]) -> None:
     torch.testing.assert_close(attended(config), torch.tensor(expected), rtol=0, atol=3e-6)
-
-
-@pytest.mark.parametrize(
-    "far",
-    [
-        SelfExtendConfig(group=3, window=4),
-        ReRopeConfig(window=4),
-        DualChunkConfig(chunk_size=6, local_size=2),
-        DualChunkConfig(chunk_size=3, local_size=1),
-    ],
-    ids=str,
-)
-def test_near_pairs_keep_their_logits(far: Any) -> None:
-    length = 3 * LENGTH
-    ids = torch.arange(length).unsqueeze(0)
-    near, own = ~far.are_far(ids, ids)[0], ids - ids.T
-    assert torch.equal(far.distance(ids, ids)[0, near], own[near])
-    past = near & (own <= 0)
-    found, plain = (logits(config, counted(length))[..., past] for config in (far, RopeConfig()))
-    assert torch.equal(found, plain)
-    # Before the first query with a far key, all are near.
-    assert [int(row.sum()) for row in near.tril()[: far.first_query]] == list(range(1, far.first_query + 1))
-    assert not near[far.first_query, : far.first_query].all()
-    assert build(far).logit_bias.zero_below == far.first_query
 
 
 def test_real_positions_are_far_where_the_formula_says() -> None:

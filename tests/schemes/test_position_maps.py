@@ -42,8 +42,7 @@ from hf_posenc.schemes.parts import Reach
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 
-from .building import LENGTH, TOKENS, at, build, counted, logits_of as logits
-from .table import positions_of
+from .building import LENGTH, at, build, counted, logits_of as logits
 
 
 def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
@@ -51,12 +50,6 @@ def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
     assert not PositionScaleConfig(T5Config()).per_layer
     assert PositionShiftConfig(IntegerConfig()).invisible_under_layer_norm
     assert not PositionShiftConfig(IntegerConfig(direction="one_hot")).invisible_under_layer_norm
-
-
-@pytest.mark.parametrize("inner", [AlibiConfig(), ShawConfig()])
-def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner: SchemeConfig) -> None:
-    assert build(RandomizedConfig(inner)).logit_bias.reads_later_keys
-    assert not build(ComposedConfig((ShawConfig(), inner))).logit_bias.reads_later_keys
 
 
 def test_a_map_hides_no_correction_of_logits() -> None:
@@ -150,39 +143,11 @@ def test_what_goes_by_positions_beside_order_is_mapped() -> None:
     assert alone.abs().max().item() == pytest.approx(LENGTH - 1, abs=1e-5)
 
 
-def test_every_part_of_a_scheme_is_mapped() -> None:
-    """Sinusoids, a rotation and a bias at once, compared with each of them at positions counted by threes."""
-    together = ComposedConfig((SinusoidalConfig(), RopeConfig(), AlibiConfig()))
-    thrice = at(TOKENS.ids * 3)
-    config = PositionScaleConfig(together, factor=3)
-    torch.testing.assert_close(logits(config), logits(together, thrice), rtol=0, atol=1e-5)
-    assert torch.equal(build(config).additive(TOKENS), build(SinusoidalConfig()).additive(thrice))
-    # Maps nest from the outside in.
-    nested = PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=1.5), maximum=5)
-    at_ids = build(SinusoidalConfig()).additive(at([0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 7.5]))
-    assert torch.equal(build(nested).additive(counted(7)), at_ids)
-
-
 def test_a_mapped_table_takes_over_native_rows() -> None:
     part: Any = build(PositionShiftConfig(LearnedConfig(num_positions=20), offset=2)).additive
     native = torch.randn(20, part.inner.weight.shape[1])
     assert part.adopt(native)
     assert torch.equal(part(counted(5))[0], native[2:7])
-
-
-def test_padding_stays_padding_and_whole_factors_keep_positions_whole() -> None:
-    positions = positions_of(3, 6)
-    for config in (
-        PositionShiftConfig(offset=4),
-        PositionScaleConfig(factor=0.5),
-        PositionScaleConfig(factor=2),
-        PositionClampConfig(maximum=1),
-        RandomizedConfig(max_position=9),
-        RandomizedConfig(max_position=9, kind="float"),
-    ):
-        ids = config.position_map().train()(positions)
-        assert torch.equal(ids < 0, positions.ids < 0)
-    assert PositionScaleConfig(factor=2.0).position_map()(counted(4)).dtype == torch.int64
 
 
 WHOLE = [
@@ -255,13 +220,6 @@ def test_segments_equal_the_official_code() -> None:
 )
 def test_documents_and_padding(ids: list[int], tokens: list[int], segment: list[int], within: list[int]) -> None:
     assert segments(ids, tokens) == (segment, within)
-
-
-def test_separators_every_few_tokens_are_segments_of_that_length() -> None:
-    fixed, separated = HierarchicalConfig(segment_length=5), HierarchicalConfig(separators=(1,))
-    positions = dataclasses.replace(TOKENS, token_ids=(torch.arange(LENGTH) % 5 == 4).long().unsqueeze(0))
-    assert torch.equal(logits(separated, positions), logits(fixed, positions))
-    assert torch.equal(build(separated).additive(positions), build(fixed).additive(positions))
 
 
 def test_places_within_segments_go_to_the_scheme_of_vectors() -> None:

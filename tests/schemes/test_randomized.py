@@ -25,7 +25,6 @@ from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
-from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 
 from .building import LENGTH, build, logits_of, random_heads
@@ -38,16 +37,6 @@ def drawn(positions: Positions, seed: int = 0, max_position: int = 64, real: boo
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_a_draw_is_ordered_distinct_and_in_range(real):
-    for seed in range(20):
-        ids = drawn(positions_of(12), seed, 16, real)
-        assert (ids.diff() > 0).all()
-        assert ids.min() >= 0
-        assert ids.max() < 16
-        assert ids.dtype == (torch.float32 if real else torch.int64)
-
-
-@pytest.mark.parametrize("real", [False, True])
 def test_draws_are_uniform(real):
     """Order statistics: the k-th of n values below L is at k (L + 1) / (n + 1) - 1 on average, or k L / (n + 1)."""
     count, length, limit = 4000, 3, 11
@@ -57,14 +46,6 @@ def test_draws_are_uniform(real):
     mean = rank * limit / (length + 1) if real else rank * (limit + 1) / (length + 1) - 1
     # The deviation of one sample is below 2.6, so that of the mean is below 0.042; five of them.
     torch.testing.assert_close(samples.mean(0), mean, rtol=0, atol=0.21)
-
-
-def test_a_sequence_draws_for_its_own_length_whatever_its_padding():
-    """If only 7 of 8 positions are drawn, the shorter row cannot have the same draw by accident of padding."""
-    ids = drawn(positions_of(8, 3), max_position=8)
-    assert ids[0].tolist() == list(range(8))
-    assert ids[1, :5].tolist() == [-1] * 5
-    assert (ids[1, 5:].diff() > 0).all()
 
 
 def test_packed_documents_start_at_the_first_drawn_position():
@@ -163,43 +144,6 @@ def test_the_rows_of_a_table_under_maps_of_its_own_are_counted_too(inner, rows, 
 def _with_rows(config: SchemeConfig, rows: int) -> SchemeConfig:
     written = json.dumps(config.to_dict())
     return scheme_from_dict(json.loads(written.replace('"num_positions": 10', f'"num_positions": {rows}')))
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        PositionClampConfig(TEN, maximum=9),
-        PositionClampConfig(PositionScaleConfig(TEN, factor=3), maximum=3),
-        HierarchicalConfig(TEN, segment_length=10),
-        HierarchicalConfig(TEN, segment_length=50, max_segment_length=10),
-    ],
-    ids=str,
-)
-def test_maps_that_keep_within_a_table_need_no_more_rows(inner):
-    part = build(RandomizedConfig(inner, max_position=64, evaluation="random"), training=True).additive
-    part(positions_of(64)).sum().backward()
-
-
-class Squared(PositionMap):
-    def forward(self, positions: Positions) -> Tensor:
-        return positions.ids * positions.ids.abs()
-
-
-@dataclasses.dataclass(frozen=True)
-class SquaredConfig(PositionMapConfig):
-    def position_map(self) -> Squared:
-        return Squared()
-
-
-def test_a_map_of_ones_own_that_names_no_last_position_is_left_to_the_table():
-    part = build(RandomizedConfig(SquaredConfig(TEN), max_position=64, evaluation="random")).additive
-    with pytest.raises(SequenceLengthError, match="the 10 positions of the learned table"):
-        part(positions_of(64))
-
-
-def test_positions_are_drawn_outside_training_where_asked_for():
-    always = RandomizedConfig(AlibiConfig(), evaluation="random")
-    assert not torch.equal(logits_of(always), logits_of(AlibiConfig()))
 
 
 def test_more_tokens_than_positions_are_refused_only_while_drawing():

@@ -18,6 +18,7 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from tests.thinning import in_turn
 
 #: Codes of a codebook. The next number is the begin of a sound, as in the published models.
 CODES, CODEBOOKS = 64, 4
@@ -76,10 +77,9 @@ def made(model: Any, frames: int = FRAMES, **options: Any) -> tuple[Tensor, Tens
     return torch.stack(steps), sound
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("scheme", "kind"), in_turn(SCHEMES, KINDS))
 @pytest.mark.filterwarnings("ignore:The rotation of")
-def test_a_sound_past_the_native_length(kind: str, scheme: str, tmp_path: Path) -> None:
+def test_a_sound_past_the_native_length(scheme: str, kind: str, tmp_path: Path) -> None:
     model = musicgen(kind)
     stock, stock_sound = made(model)
     patch_model(model, native_scheme(model) if scheme == "native" else scheme)

@@ -11,7 +11,6 @@ from transformers import WhisperForConditionalGeneration
 from hf_posenc import extend_context, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import SequenceLengthError
 from tests.models import tiny
-from tests.thinning import in_turn
 
 from .whisper import normal, output, stir
 
@@ -50,35 +49,12 @@ def test_a_loaded_table_is_still_a_formula(whisper: WhisperForConditionalGenerat
     assert native_scheme(loaded, part="audio").name == "learned"
 
 
-@pytest.mark.parametrize(("scheme", "frames"), in_turn(["alibi", "rope", "sinusoidal", "native"], [10, 60]))
-def test_any_number_of_frames(whisper: WhisperForConditionalGeneration, scheme: str, frames: int) -> None:
-    with pytest.raises(ValueError, match="mel input features"):
-        logits(whisper, frames)
-    patch_model(whisper, scheme, part="audio")
-    assert whisper.model.encoder(spectrogram(frames))[0].shape == (1, frames // 2, 32)
-    assert logits(whisper, frames).isfinite().all()
-    unpatch_model(whisper)
-    with pytest.raises(ValueError, match="mel input features"):
-        logits(whisper, frames)
-
-
 def test_hidden_states_and_attentions_are_recorded(whisper: WhisperForConditionalGeneration) -> None:
     whisper.set_attn_implementation("eager")
     patch_model(whisper, "rope", part="audio")
     found = whisper.model.encoder(spectrogram(60), output_hidden_states=True, output_attentions=True)
     assert [one.shape[1] for one in found.hidden_states] == [30] * 3
     assert [one.shape[-1] for one in found.attentions] == [30] * 2
-
-
-def test_the_prefix_of_a_longer_sound_has_the_same_positions(whisper: WhisperForConditionalGeneration) -> None:
-    patch_model(whisper, "sinusoidal", part="audio")
-    seen: list[torch.Tensor] = []
-    whisper.model.encoder.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    for frames in (24, 60):
-        output(whisper.model.encoder, {"input_features": torch.ones(1, 8, frames)})
-    torch.testing.assert_close(seen[0][:, :10], seen[1][:, :10])
-    # Equal frames, so the embeddings differ by their positions only.
-    assert (seen[1][:, 20] - seen[1][:, 21]).abs().max() > 1e-3
 
 
 def test_a_learned_table_says_how_long_a_sound_may_be(whisper: WhisperForConditionalGeneration) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -124,15 +123,6 @@ def test_the_mask_decoder_of_sam_is_left_alone() -> None:
 
 
 # A patched model among others
-
-
-def test_a_copy_makes_its_own_view_of_its_modules(model: ViTForImageClassification) -> None:
-    expected = tokens(patch_model(model, "sinusoidal"), image())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(tokens(twin, image()), expected)
 
 
 MECHANISMS = [

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc import NoneConfig, patch_model
-from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.short_runs import all_equal, embedded, run_briefly
-from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc import patch_model
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.thinning import in_turn
@@ -92,22 +89,3 @@ def test_images_packed_in_a_row_are_read_as_alone(scheme: str, merges: bool) -> 
     turned = run(one, [[2, 8]])
     reads_places = scheme in ("rope_nd", "learned")
     assert merges or torch.allclose(turned, run(one, [[4, 4]]), atol=1e-5) != reads_places
-
-
-@pytest.mark.parametrize("pair", ["vision-sam2_hiera_det_model", "vision-muse_glimmer_vision"])
-def test_none_leaves_no_table_behind(pair: str) -> None:
-    """Patches of an image in one colour are equal, away from its edges, which convolutions see."""
-    model = tiny_model(pair_named(pair))
-    anatomy = Anatomy(model)
-    stacks = anatomy.stacks(["vision"])
-
-    def spread() -> float:
-        with embedded(stacks[0]) as seen:
-            run_briefly(anatomy, stacks, 3, change=all_equal)
-        side = int(seen[0].shape[1] ** 0.5)
-        inner = seen[0][0].unflatten(0, (side, side))[1:-1, 1:-1].flatten(0, 1)
-        return float((inner - inner[0]).abs().max())
-
-    assert spread() > 0.1
-    with Transaction(model).with_scheme(NoneConfig(), stacks):
-        assert spread() < 1e-4
