@@ -172,8 +172,8 @@ def scheme_code(config: SchemeConfig | None) -> dict[str, str]:
         16 hexadecimal digits by their name; nothing if the modules are all part of hf_posenc or have no source file.
     """
     modules = {type(inside).__module__ for inside in ([] if config is None else walk(config))}
-    own = [module for module in modules if module.partition(".")[0] != "hf_posenc"]
-    files = {getattr(sys.modules[module], "__file__", None) for module in own}
+    outside = [module for module in modules if module.partition(".")[0] != "hf_posenc"]
+    files = {getattr(sys.modules[module], "__file__", None) for module in outside}
     sources = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
     code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sources]
     return {"code of the scheme": digest("\n".join(code))} if code else {}

@@ -74,8 +74,8 @@ def report(options: argparse.Namespace) -> int:
             results.append(Result.load(file))
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{file} does not contain a result of hf-posenc eval --json: {error}") from error
-        own = results[-1].settings.get("of_model", {}).get("path")
-        paths.append(own or str(Path(file).with_suffix("")))
+        model_path = results[-1].settings.get("of_model", {}).get("path")
+        paths.append(model_path or str(Path(file).with_suffix("")))
     if len(set(paths)) < len(paths):  # the same model with different schemes
         paths = [str(Path(file).with_suffix("")) for file in options.files]
     result = _combined(dict(zip(shortest_names(paths), results, strict=True)))

@@ -60,16 +60,18 @@ def _summary(model: PreTrainedModel, inspection: Inspection, tokenizer: Any) -> 
 
 
 def _differences(model: PreTrainedModel, inspection: Inspection, tokenizer: Any, length: int | None) -> list[str]:
-    found = [inspection.disagreement] if inspection.disagreement else []
+    differences = [inspection.disagreement] if inspection.disagreement else []
     if length is None:
-        return found
+        return differences
     generated = getattr(getattr(model, "generation_config", None), "max_length", None)
     if generated is not None and generated > length:
-        found.append(f"generation_config.max_length is {generated}")
+        differences.append(f"generation_config.max_length is {generated}")
     known = getattr(getattr(tokenizer, "tokenizer", tokenizer), "model_max_length", None)
     if known is not None and known < length:
-        found.append(f"the tokenizer cuts texts at {known} tokens: set its model_max_length, or use extend_context")
-    return found
+        differences.append(
+            f"the tokenizer cuts texts at {known} tokens: set its model_max_length, or use extend_context"
+        )
+    return differences
 
 
 def _engines(model: PreTrainedModel) -> list[str]:

@@ -52,17 +52,17 @@ def attention_test(
     apart = (places.unsqueeze(0) - places.unsqueeze(1)).abs().double()
 
     def measure(patched: Any) -> list[Record]:
-        found = []
+        figures = []
         for window in windows.split(1):
             read = run(patched, window, attention_mask=torch.ones_like(window), wanted="attentions").attentions
             layers = [weights.cpu().double() for weights in read]
-            found.append(
+            figures.append(
                 [
                     [float((layer * apart).sum(-1).mean()), float(torch.special.entr(layer).sum(-1).mean())]
                     for layer in layers
                 ]
             )
-        means = torch.tensor(found, dtype=torch.float64).mean(0)
+        means = torch.tensor(figures, dtype=torch.float64).mean(0)
         return [
             Record("", quantity, value, {"layer": layer}, count=windows.shape[0])
             for layer, values in enumerate(means.tolist(), start=1)

@@ -31,11 +31,15 @@ def shortest_names(paths: Sequence[str | Path]) -> list[str]:
     """
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     names = []
-    for path, own in zip(paths, parts, strict=True):
-        if parts.count(own) > 1:
+    for path, names_in_path in zip(paths, parts, strict=True):
+        if parts.count(names_in_path) > 1:
             raise MeasurementError(f"{path} is given twice.")
-        length = next(n for n in range(1, len(own) + 1) if [other[-n:] for other in parts].count(own[-n:]) == 1)
-        names.append(os.path.join(*own[-length:]))
+        length = next(
+            n
+            for n in range(1, len(names_in_path) + 1)
+            if [other[-n:] for other in parts].count(names_in_path[-n:]) == 1
+        )
+        names.append(os.path.join(*names_in_path[-length:]))
     return names
 
 
@@ -69,7 +73,9 @@ def combine_results(results: Mapping[str, Result]) -> Result:
     return replace(
         first,
         title=model + first.title.removeprefix(first.settings.get("model", "")),
-        quantities=tuple({one.name: one for result in results.values() for one in result.quantities}.values()),
+        quantities=tuple(
+            {quantity.name: quantity for result in results.values() for quantity in result.quantities}.values()
+        ),
         subjects=tuple(subjects),
         # Models may have different numbers of layers. Columns are still in ascending order.
         records=tuple(sorted(records, key=lambda record: record.at.get("layer", 0))),
@@ -89,9 +95,9 @@ def _difference(first: Result, other: Result) -> str:
         )
     # Different options also change the data, so they are reported first.
     for key in sorted({**first.settings, **other.settings}, key="data".__eq__):
-        one, two = first.settings.get(key), other.settings.get(key)
-        if key not in _MODEL_SETTINGS and one != two:
-            return _REASONS.get(key, f"{key.replace('_', ' ')} is {one!r} for one and {two!r} for the other")
+        value, other_value = first.settings.get(key), other.settings.get(key)
+        if key not in _MODEL_SETTINGS and value != other_value:
+            return _REASONS.get(key, f"{key.replace('_', ' ')} is {value!r} for one and {other_value!r} for the other")
     return ""
 
 

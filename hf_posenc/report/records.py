@@ -296,7 +296,7 @@ def described(error: ValidationError, prefix: str = "") -> str:
     """Returns the first problem that pydantic found, without a period. Keys have the prefix."""
     problem = error.errors(include_url=False)[0]
     place = prefix + ".".join(map(str, problem["loc"])) if problem["loc"] else ""
-    found = f"{place or 'The whole'} is {reprlib.repr(problem['input'])}"
+    fact = f"{place or 'The whole'} is {reprlib.repr(problem['input'])}"
     said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if problem["type"] == "missing":
         return f"{place} is missing; expected a value"
@@ -304,9 +304,9 @@ def described(error: ValidationError, prefix: str = "") -> str:
         return f"{place} is not a known key"
     if problem["type"] == "value_error":
         # The message of a check on several values names them.
-        where = place if isinstance(problem["input"], dict) else found
+        where = place if isinstance(problem["input"], dict) else fact
         return f"{where}: {said}" if place else said
-    return f"{found}; {said if 'expected' in said else f'expected: {said}'}"
+    return f"{fact}; {said if 'expected' in said else f'expected: {said}'}"
 
 
 def _check_references(result: Result) -> None:

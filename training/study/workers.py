@@ -106,8 +106,8 @@ def _look(cell: Cell, lease: SoftFileLease | None) -> tuple[dict[str, Any] | Non
 def _agreed(ask: Callable[[], Any]) -> Any:
     """Returns the answer of the first of the processes that train together."""
     state = PartialState(cpu=launched_on_cpu())
-    found = [ask() if state.is_main_process else None]
-    return broadcast_object_list(found)[0] if state.num_processes > 1 else found[0]
+    answer = [ask() if state.is_main_process else None]
+    return broadcast_object_list(answer)[0] if state.num_processes > 1 else answer[0]
 
 
 def quiet() -> None:

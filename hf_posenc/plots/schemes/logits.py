@@ -57,7 +57,7 @@ def _random_inputs(subject: Subject) -> str:
 def _has_bias(subject: Subject) -> bool:
     # A bias that changes only far pairs has no effect at these distances. It has its own figure (`distance_map`).
     bias = subject.parts.logit_bias
-    return bias is not None and not all(isinstance(one, FarRotation | HiddenPairs) for one in bias.summands())
+    return bias is not None and not all(isinstance(summand, FarRotation | HiddenPairs) for summand in bias.summands())
 
 
 def _row(subject: Subject) -> int:
