@@ -32,7 +32,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError
-from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
+from hf_posenc.schemes.positions import (
+    AttentionPairs as AttentionPairs,
+    Positions as Positions,
+    assert_in_graph,
+    exporting,
+)
 from hf_posenc.schemes.statements import (
     STATED_METHODS,
     overlooked,
@@ -41,6 +46,9 @@ from hf_posenc.schemes.statements import (
     withdraw_statements,
 )
 from hf_posenc.schemes.weights import LearnedWeights
+
+#: Older versions pass no objects to functions that they call while they trace.
+_MAY_PREPARE = torch.__version__ >= "2.13"
 
 
 class DeviceConstant:
@@ -62,18 +70,29 @@ class DeviceConstant:
 
     def on(self, device: torch.device) -> Tensor:
         """Returns the constant on `device`. It is copied once per device."""
+        if _MAY_PREPARE and device.type != "cpu" and torch.compiler.is_compiling() and not exporting():
+            # A graph with an input on the CPU cannot be a CUDA graph.
+            _make_copy(self, device)
         copy = self._copies.get(device)
         if copy is None:
-            constant = self._copies[torch.device("cpu")]
             # A tensor made while tracing must not outlive the trace.
             if torch.compiler.is_compiling():
-                return constant.to(device)
-            with torch.inference_mode(False):
-                copy = self._copies[device] = constant.to(device)
+                return self._copies[torch.device("cpu")].to(device)
+            _make_copy(self, device)
+            copy = self._copies[device]
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_copies": {torch.device("cpu"): self._copies[torch.device("cpu")]}}
+
+
+@torch.compiler.assume_constant_result
+def _make_copy(constant: DeviceConstant, device: torch.device) -> bool:
+    """Makes the copy on a device. A compiler calls this while it traces, and then finds the copy."""
+    if device not in constant._copies:
+        with torch.inference_mode(False):
+            constant._copies[device] = constant._copies[torch.device("cpu")].to(device)
+    return True
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hf_posenc.errors import SequenceLengthError
 
@@ -90,6 +91,41 @@ def gradients_may_be_shared() -> bool:
     if traced() or torch._C._current_graph_task_id() != -1:
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def once_in_graph(memo: dict[Hashable, Any], name: Hashable, compute: Callable[[], Value], *sources: Any) -> Value:
+    """`compute()`, evaluated once in a compiled graph for the same sources.
+
+    Values that require grad are not shared: a layer that is recomputed must not read those of another one.
+
+    Args:
+        memo: where the values of one forward call are kept.
+        name: the name of the value.
+        compute: computes the value.
+        *sources: tensors, and lengths. Lengths are compared by what the compiler knows of them, because a lookup by
+            length would specialise the graph to that length.
+    """
+    entries = memo.setdefault(("in graph", name, torch.is_grad_enabled()), [])
+    for known, value in entries:
+        if all(map(_same, known, sources)):
+            return cast("Value", value)
+    computed = compute()
+    if not requires_grad(computed):
+        entries.append((sources, computed))
+    return computed
+
+
+def _same(known: Any, source: Any) -> bool:
+    if isinstance(known, Tensor) or isinstance(source, Tensor):
+        return known is source
+    return statically_known_true(known == source)
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a value, or one of the values in a tuple, requires grad."""
+    if isinstance(value, tuple):
+        return any(map(requires_grad, value))
+    return not isinstance(value, int | float) and getattr(value, "requires_grad", False)
 
 
 def assert_in_graph(condition: Tensor | torch.SymBool, message: str) -> None:
@@ -221,16 +257,13 @@ class Positions:
     def remembered(self, name: Hashable, compute: Callable[[], Value], *sources: Tensor) -> Value:
         """`compute()`, evaluated once per forward call for all layers with identical sources.
 
-        In a compiled graph each layer computes the value itself, because entries for each length would specialise the
-        graph to one length.
-
         Args:
             name: the name of the value.
             compute: computes the value, using only the sources.
             *sources: stored with the result, so that their ids cannot be reused.
         """
         if torch.compiler.is_compiling():
-            return compute()
+            return once_in_graph(self.memo, name, compute, *sources)
         key = (name, *map(id, sources), torch.is_inference_mode_enabled())
         known: tuple[Value, tuple[Tensor, ...]] | None = self.memo.get(key)
         if known is None:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from tests.kits import decoding as kit
 from tests.matrix.running import gradients, tokens
@@ -122,10 +122,24 @@ def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(a
     ),
 )
 def test_a_static_cache_is_decoded_in_one_graph(architecture: str, scheme: str) -> None:
-    graphs, found, wanted = decoded(SCHEMES[scheme], architecture)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    steps = decoded(SCHEMES[scheme], architecture)
+    torch.testing.assert_close(steps.found, steps.wanted, atol=1e-4, rtol=1e-4)
     # Before torch 2.13, a cache whose update was intercepted in a graph is another one for the next call.
-    assert architecture == "gpt2" or graphs <= (1 if torch.__version__ >= "2.13" else 2)
+    assert architecture == "gpt2" or steps.graphs <= (1 if torch.__version__ >= "2.13" else 2)
+    assert not steps.spoilers
+    assert steps.outputs == 1, "something of this call is kept for the next one"
+
+
+@pytest.mark.parametrize("scheme", mostly_slow(DECODED, {"alibi", "selective_rope"}.__contains__))
+def test_a_cache_that_grows_is_decoded_in_as_many_graphs_as_by_stock(scheme: str) -> None:
+    model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=2), tokens(batch=1, length=12)
+    counter, cache = CompileCounterWithBackend("eager"), DynamicCache(config=model.config)
+    wanted = kit.decoded(model, ids, None, [12])[:, 6:]
+    kit.decoded(model, ids, cache, [6])
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    found = kit.decoded(compiled, ids, cache, [1] * 6, start=6)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert counter.frame_count <= STOCK_GRAPHS
 
 
 @pytest.mark.slow

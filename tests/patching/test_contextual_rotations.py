@@ -26,7 +26,9 @@ from hf_posenc.patching.call import interface_attention, logit_site
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary import contextual
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 from tests.kits.decoding import decoded
 from tests.matrix import running as matrix
 from tests.matrix.running import gradients, tokens
@@ -296,3 +298,22 @@ def test_a_bias_is_fitted_to_what_a_rotation_did(scheme: str) -> None:
     swap_scheme(model, "t5", sample=IDS)
     assert model.position_encoding.config.name == "t5"
     assert logits(model, IDS).isfinite().all()
+
+
+@pytest.mark.parametrize("slot", [0, 5, 11])
+@pytest.mark.parametrize("scheme", SUMS, ids=str)
+@torch.no_grad()
+def test_a_single_token_does_not_need_the_angles_of_all_slots(scheme: Any, slot: int) -> None:
+    """As in a compiled graph, where later slots of a static cache hold anything. Rows: plain, padded, packed."""
+    model = matrix.drawn(patch_model(tiny("LlamaForCausalLM"), scheme))
+    rotation = next(one for one in model.modules() if isinstance(one, contextual.ContextualRotation))
+    padded, packed = [-1] * 3 + list(range(9)), [*range(4), *range(8)]
+    keys = Positions(torch.tensor([[*range(12)], padded, packed]), torch.full((3, 1), 12))
+    features = rotation.key_features(torch.randn(3, 12, 32)).clone(memory_format=torch.contiguous_format)
+    features[:, :, slot + 1 :] = 7.0
+    given, key = (features, keys, torch.tensor([slot]), torch.float32), torch.randn(3, 2, 1, 8)
+    single, all_slots = rotation.factors_in_slots, contextual.ContextualRotation.factors_in_slots
+    found = apply_rotation(key, single(*given), rotation.layout)
+    wanted = apply_rotation(key, all_slots(rotation, *given), rotation.layout)
+    real = keys.ids[:, slot] >= 0
+    torch.testing.assert_close(found[real], wanted[real], atol=1e-5, rtol=1e-4)

@@ -12,13 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.block_attention import without_autocast
-from hf_posenc.attention.forms import MOST_MATRICES, FusedForm
+from hf_posenc.attention.forms import MOST_MATRICES
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared, modules_of, traced
+from hf_posenc.schemes.positions import (
+    Positions,
+    exporting,
+    gradients_may_be_shared,
+    modules_of,
+    once_in_graph,
+    requires_grad,
+    traced,
+)
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.logit_site import LogitSite
@@ -302,26 +310,26 @@ class ForwardState:
         Args:
             key: the name of the value.
             compute: computes the value.
-            *lengths: numbers of tokens that the value depends on too. In a compiled graph such a value is computed by
-                each layer, because a lookup by length would specialise the graph to that length.
+            *lengths: numbers of tokens that the value depends on too.
             mask: the mask of the layer, if the value depends on it; layers with and without a window have different
                 masks. It is stored with the value, so that its id cannot be reused.
             everywhere: whether the value is one of the host, which is the same for all devices.
         """
-        if lengths and torch.compiler.is_compiling():
-            return compute()
         if mask is not None:
             self.scratch["mask", id(mask)] = mask
             counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
             key = (key, id(mask), mask._version if counts else 0)
-        key = (key, None if everywhere else self.device, *lengths, torch.is_grad_enabled())
+        device = None if everywhere else self.device
+        if lengths and torch.compiler.is_compiling():
+            return once_in_graph(self.scratch, (key, device), compute, *lengths)
+        key = (key, device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
         learned = ("learned", key)
         if learned in self.scratch and gradients_may_be_shared():
             return self.scratch[learned]
         value = compute()
-        if not torch.is_grad_enabled() or not _requires_grad(value):
+        if not torch.is_grad_enabled() or not requires_grad(value):
             self.scratch[key] = value
         elif gradients_may_be_shared():
             self.scratch[learned] = value
@@ -460,9 +468,3 @@ def split_axes(
         return one_axis(position_ids), None
     coordinates = position_ids[-AXES:] if runtime.reads_coordinates else None
     return places_in_sequence(position_ids, cache, offset, padding), coordinates
-
-
-def _requires_grad(value: Any) -> bool:
-    if isinstance(value, Tensor | FusedForm):
-        return value.requires_grad
-    return isinstance(value, tuple) and any(_requires_grad(item) for item in value)

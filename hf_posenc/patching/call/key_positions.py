@@ -128,7 +128,6 @@ def slot_distances_are_exact(
         # A program must be correct for every mask, and its bias is a matrix anyway.
         return False
     found = regularity(state)
-    compiling = torch.compiler.is_compiling()
     if found.even is True or state.position_ids is None:
         return found.even
 
@@ -137,9 +136,9 @@ def slot_distances_are_exact(
         if visible is None:
             return found.even
         even = _has_even_spacing_where(visible, state, first_slot, key_length)
-        return even if compiling else bool(even)
+        return even if torch.compiler.is_compiling() else bool(even)
 
-    return compare() if compiling else state.shared("even", compare, key_length, mask=mask)
+    return state.shared("even", compare, key_length, mask=mask)
 
 
 def require_window(state: ForwardState) -> None:

@@ -203,8 +203,8 @@ class LogitSite(PlacedForward):
                 call.rotation = rotation.factors(features, state.positions(), key.dtype)
             elif cached is not None and in_slots:
                 keys, slots = self._places(state, new, cached.shape[-2], as_cached=True)
-                factors = rotation.factors(cached.index_copy(-2, slots, features), keys, key.dtype)
-                call.rotation = factors.each(lambda factor: factor.index_select(-2, slots))
+                of_slots = cached.index_copy(-2, slots, features)
+                call.rotation = rotation.factors_in_slots(of_slots, keys, slots, key.dtype)
             else:
                 length = new if cached is None else cached.shape[-2] + new
                 keys, _ = self._places(state, new, length, as_cached=True)

@@ -8,16 +8,17 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
-from hf_posenc.schemes.positions import traced
+from hf_posenc.schemes.positions import exporting, traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.weights import stacked
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
-#: Up to this many hidden units of all pairs, the gradient of the network takes less time than that of its pieces.
+#: Up to this many hidden units of all pairs, the network takes less time than its pieces in a graph and for gradients.
 _FEW = 2**18
 
 
@@ -64,7 +65,9 @@ class FireBias(PairwiseBias):
             if rows is not None:
                 return rows[0]
         inputs = self.normalized_distance(pairs)
-        if torch.is_grad_enabled() and not traced() and inputs.numel() * self.config.width <= _FEW:
+        units = inputs.numel() * self.config.width
+        # In a graph, the pieces take more kernels. It must not depend on a number of pairs that it does not know.
+        if (torch.is_grad_enabled() or traced()) and not exporting() and statically_known_true(units <= _FEW):
             return self.network(inputs.flatten()).unflatten(-1, inputs.shape).transpose(0, 1)
         pieces = pairs.keys.kept(self, "pieces", self.pieces)
         return _of_pieces(inputs, *pieces).transpose(0, 1)

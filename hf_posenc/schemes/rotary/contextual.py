@@ -114,12 +114,33 @@ class ContextualRotation(PairwiseBias):
         angles = self.angles(torch.cat((cached, features), dim=-2), keys)
         return factors_of_angles(angles[..., cached.shape[-2] :, :], self.layout, dtype)
 
+    def factors_in_slots(self, features: Tensor, keys: Positions, slots: Tensor, dtype: torch.dtype) -> RotationFactors:
+        """The factors of new tokens in a cache with room for later ones, as in a compiled graph.
+
+        Args:
+            features: `(batch, key_value_heads, key_len, num_features)` float32, those of all slots.
+            keys: the positions of all slots.
+            slots: `(new,)` int64, the slots of the new tokens. What is in later slots does not matter.
+            dtype: that of the heads.
+        """
+        return self.factors(features, keys, dtype).each(lambda factor: factor.index_select(-2, slots))
+
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32: rotated logits minus those before the rotation."""
         before = dataclasses.replace(pairs, query=pairs.query.float(), key=pairs.key.float())
         query, key = self.rotated(before)
         after = dataclasses.replace(pairs, query=query, key=key)
         return (after.products - before.products) * pairs.scaling
+
+
+def unfilled(keys: Positions, slots: Tensor) -> Tensor:
+    """`(batch or 1, 1, key_len)` bool: padding, and slots behind that of a single new token; layers share it."""
+
+    def find() -> Tensor:
+        later = torch.arange(keys.ids.shape[-1], device=slots.device) > slots
+        return later | keys.padding
+
+    return keys.remembered("unfilled", find, keys.ids, slots)
 
 
 def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.rotary.contextual import ContextualPlaces
+from hf_posenc.schemes.rotary.contextual import ContextualPlaces, unfilled
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
@@ -52,6 +52,14 @@ class GrapeMRotation(ContextualPlaces):
         if cached is None or features.shape[-2] != 1 or keys.may_hold_padding:
             return super().factors(features, keys, dtype, cached)
         return self.factors_at(cached.sum(dim=-2, keepdim=True), keys, dtype)
+
+    def factors_in_slots(self, features: Tensor, keys: Positions, slots: Tensor, dtype: torch.dtype) -> RotationFactors:
+        """Adds up the increments before a single new token."""
+        if slots.shape[0] != 1:
+            return super().factors_in_slots(features, keys, slots, dtype)
+        increments = features.masked_fill(unfilled(keys, slots).unsqueeze(-1), 0.0)
+        own = increments.index_select(-2, slots)
+        return self.factors_at(increments.sum(dim=-2, keepdim=True) - own, keys, dtype)
 
 
 @register_scheme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions, tokens_at, traced
-from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.contextual import ContextualRotation, unfilled
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
@@ -84,7 +85,26 @@ class SelectiveRotation(ContextualRotation):
             gates = torch.cat((cached[..., count:], features[..., count:]), dim=-2)
             of_cached, of_new = _weights(keys, steps, gates).split(lengths, dim=-1)
             cached, features = cached[..., :count], features[..., :count]
-        sums = torch.addcmul(of_cached @ cached, of_new, features)
+        return self._factors_of_sums(torch.addcmul(of_cached @ cached, of_new, features), dtype)
+
+    def factors_in_slots(self, features: Tensor, keys: Positions, slots: Tensor, dtype: torch.dtype) -> RotationFactors:
+        """Multiplies the features of all slots by weights, as `factors` does, if there is one new token."""
+        if slots.shape[0] != 1 or dtype == torch.float64:
+            return super().factors_in_slots(features, keys, slots, dtype)
+        count, steps = self.kernel.shape[1:]
+
+        def filled() -> Positions:
+            return dataclasses.replace(keys, ids=keys.ids.masked_fill(unfilled(keys, slots).squeeze(1), -1))
+
+        seen = keys.remembered("filled slots", filled, keys.ids, slots)
+        if self.gate_weight is None:
+            weights = seen.remembered(f"weights {steps}", lambda: _weights(seen, steps), seen.ids)
+        else:
+            weights = _weights(seen, steps, features[..., count:])
+        return self._factors_of_sums(weights @ features[..., :count], dtype)
+
+    def _factors_of_sums(self, sums: Tensor, dtype: torch.dtype) -> RotationFactors:
+        """The factors of the last token, from its sums `(batch, key_value_heads, steps, rotary_dim / 2)`."""
         combined = (sums * self.kernel.float().transpose(-2, -1)).sum(dim=-2, keepdim=True)
         return factors_of_angles(combined * self._frequencies.on(combined.device), self.layout, dtype)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
@@ -157,3 +159,21 @@ def test_a_training_step_on_longer_inputs_launches_little_more_than_stock(scheme
 
     own, native = (launches(step_of(model_of(one))) for one in (scheme, None))
     assert own - native <= LONG_STEPS[scheme]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="constants cannot be copied while a compiler traces")
+@pytest.mark.parametrize("scheme", mostly_slow([None, *SCHEMES], {None, "rope", "string"}.__contains__))
+@torch.no_grad()
+def test_a_graph_reads_nothing_from_the_host(scheme: str | None) -> None:
+    """Also if the first call of a model is compiled. Such a graph cannot be a CUDA graph."""
+    model, found = model_of(scheme), []
+
+    def read(graph: torch.fx.GraphModule, _: Any) -> Any:
+        values = [(node.name, node.meta.get("val")) for node in graph.graph.nodes]
+        found.extend(name for name, one in values if isinstance(one, torch.Tensor) and one.device.type == "cpu")
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=read), fullgraph=True)
+    compiled(tokens(batch=1).to(spreading.first()), use_cache=False)
+    assert not found
