@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import for_kernel, rows_without_keys, without_empty_rows
-from hf_posenc.schemes.parts import DistanceBias, OtherHeads
+from hf_posenc.schemes.parts import DistanceBias, OtherHeads, rows_of_terms
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared
 
 #: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
@@ -71,13 +71,8 @@ class FusedForm:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         of_keys = None
         if self.terms is not None and self.query_slots is not None:
-            terms = self.terms if key_count is None else self.terms[..., :key_count]
-            if self.query_length == 1:
-                # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
-                of_keys = (terms - self.terms.index_select(-1, self.query_slots)).unsqueeze(-2)
-            else:
-                of_queries = self.terms.index_select(-1, self.query_slots[start:stop])
-                of_keys = terms.unsqueeze(-2) - of_queries.unsqueeze(-1)
+            slots = self.query_slots if self.query_length == 1 else self.query_slots[start:stop]
+            of_keys = rows_of_terms(self.terms, slots, key_count)
         if self.vector is None:
             return cast("Tensor", of_keys)
         stop = self.query_length if stop is None else stop

@@ -55,7 +55,7 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
         rest = rest - channels[-1].float()
         channels.append(rest.to(key.dtype))
     numbers = grouped.shape[-1]
-    missing = num_channels(numbers, key.dtype) - numbers * len(channels)
+    missing = -numbers * len(channels) % (_UNIT // key.dtype.itemsize)
     if missing % numbers:
         channels[-1] = nn.functional.pad(channels[-1], (0, missing))
     else:

@@ -37,6 +37,7 @@ from hf_posenc.schemes.positions import (
     Positions as Positions,
     assert_in_graph,
     exporting,
+    traced,
 )
 from hf_posenc.schemes.statements import (
     STATED_METHODS,
@@ -400,6 +401,14 @@ class PairwiseBias(LogitBias):
         """
         raise NotImplementedError
 
+    def features(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `key_features`, and what `forward` reads of the queries, computed from the same states.
+
+        The second is `AttentionPairs.query_features`, `(batch, heads, length, ...)`. It is not cached. `forward` must
+        also work without it. By default there is none.
+        """
+        return self.key_features(hidden_states), None
+
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; masked pairs may hold any finite number."""
         raise NotImplementedError
@@ -426,8 +435,25 @@ class SeparableBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        terms = self.key_terms(pairs)
-        return terms.unsqueeze(-2) - terms.index_select(-1, pairs.query_slots).unsqueeze(-1)
+        return rows_of_terms(self.key_terms(pairs), pairs.query_slots)
+
+
+def rows_of_terms(terms: Tensor, query_slots: Tensor, key_count: int | None = None) -> Tensor:
+    """The bias `terms[j] - terms[i]`, `(batch or 1, heads, query_len, key_count)` float32.
+
+    Args:
+        terms: `(batch or 1, heads, key_len)` float32.
+        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
+        key_count: the number of first keys; all by default.
+    """
+    first = terms if key_count is None else terms[..., :key_count]
+    if query_slots.shape[0] == 1:
+        # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
+        return (first - terms.index_select(-1, query_slots)).unsqueeze(-2)
+    # As many queries as keys are the same tokens. A graph must not depend on these numbers.
+    same = not traced() and query_slots.shape[0] == terms.shape[-1]
+    own = terms if same else terms.index_select(-1, query_slots)
+    return first.unsqueeze(-2) - own.unsqueeze(-1)
 
 
 class LogitScale(Part):

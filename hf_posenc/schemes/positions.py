@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hf_posenc.errors import SequenceLengthError
 
@@ -118,7 +117,17 @@ def once_in_graph(memo: dict[Hashable, Any], name: Hashable, compute: Callable[[
 def _same(known: Any, source: Any) -> bool:
     if isinstance(known, Tensor) or isinstance(source, Tensor):
         return known is source
-    return statically_known_true(known == source)
+    return known_true(known == source)
+
+
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a statement about lengths is true, as far as a compiler knows it."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # Imported here, because it loads sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def requires_grad(value: Any) -> bool:
@@ -217,7 +226,11 @@ class Positions:
         """False if no token is padding. Always true on accelerators, which would have to synchronise, and in graphs."""
         if self.ids.device.type != "cpu" or traced():
             return True
-        return self.remembered("any padding", lambda: bool((self.ids < 0).any()), self.ids)
+        known: bool | None = self.__dict__.get("_holds_padding")
+        if known is None:
+            known = self.remembered("any padding", lambda: bool((self.ids < 0).any()), self.ids)
+            self.__dict__["_holds_padding"] = known
+        return known
 
     def to(self, device: torch.device) -> Positions:
         """These positions on another device."""
@@ -309,6 +322,7 @@ class AttentionPairs:
             included, in the shape in which it returns them, with `key_len` tokens; `None` for parts without features.
         query_factor: what the layer multiplied its queries with before, which `query` contains and `scaling` does not.
         key_factor: the same for the keys.
+        query_features: what `PairwiseBias.features` computed for each query; `None` if it is not available.
     """
 
     query: Tensor
@@ -320,6 +334,7 @@ class AttentionPairs:
     key_features: Tensor | None = None
     query_factor: float | Tensor = 1.0
     key_factor: float | Tensor = 1.0
+    query_features: Tensor | None = None
     #: What layers with the same positions and slots share, if one of them has checked the call. Other pairs that are
     #: made of these do not have it.
     memo: dict[Hashable, Any] | None = field(default=None, init=False)
@@ -343,6 +358,7 @@ class AttentionPairs:
             query=self.query[..., start:stop, :],
             query_slots=self.query_slots[start:stop],
             hidden_states=None if self.hidden_states is None else self.hidden_states[:, start:stop],
+            query_features=None if self.query_features is None else self.query_features[:, :, start:stop],
         )
 
     def of_first_keys(self, count: int) -> AttentionPairs:
@@ -394,6 +410,46 @@ class AttentionPairs:
     def uncounted(self) -> Tensor:
         """`(batch or 1, 1, query_len, key_len)` bool: keys after the query, and padding."""
         return self.remembered("uncounted", lambda: (self.slot_distance > 0) | self.keys.padding.unsqueeze(2))
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether a single query is known to count all keys. Accelerators would have to synchronise for it."""
+        if not self.query_slots.is_cpu or not self.is_single:
+            return False
+        return self.remembered("counts all", lambda: not bool(self.uncounted.any()))
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is a single query. A graph must not depend on the number of queries."""
+        return self.query_slots.shape[0] == 1 and (self.memo is not None or not traced())
+
+    def products_of(self, query: Tensor, key: Tensor, uncounted: float, factor: float | Tensor = 1.0) -> Tensor:
+        """The inner products of vectors of the queries and of the keys times a factor, in few operators.
+
+        Args:
+            query: `(batch, heads, query_len, width)` float32.
+            key: `(batch, heads, count, width)` float32, of the last keys, or of all.
+            uncounted: what takes the place of the products with keys that are not counted.
+            factor: of the products.
+
+        Returns:
+            `(batch, heads, query_len, count)` float32.
+        """
+        shape, counts_all = (*query.shape[:3], key.shape[2]), self.counts_all
+        if isinstance(factor, Tensor) or (counts_all and factor != 1):
+            query, factor = query * factor, 1.0
+        queries, keys = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+        if counts_all:
+            return torch.bmm(queries, keys).view(shape)
+
+        def mask() -> Tensor:
+            hidden = self.uncounted
+            return query.new_zeros(hidden.shape).masked_fill(hidden, uncounted)
+
+        added = self.remembered(("uncounted", uncounted), mask)
+        added = added if added.shape[-1] == shape[-1] else added[..., added.shape[-1] - shape[-1] :]
+        added = added[0] if added.shape[0] == 1 else added.expand(shape).flatten(0, 1)
+        return torch.baddbmm(added, queries, keys, alpha=factor).view(shape)
 
     @property
     def is_small(self) -> bool:

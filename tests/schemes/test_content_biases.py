@@ -14,10 +14,12 @@ from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
 from hf_posenc.schemes import (
     AttentionPairs,
+    BuildContext,
     CopeConfig,
     DisentangledConfig,
     FireConfig,
     ForgetGateConfig,
+    GrapeApConfig,
     GrapeConfig,
     KerpleConfig,
     LowRankRelativeConfig,
@@ -30,6 +32,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.bias import cope, relative_tables
 from hf_posenc.schemes.bias.disentangled import LogBuckets
 from hf_posenc.schemes.bias.fire import FireBias
+from hf_posenc.schemes.bias.grape_ap import GrapeApBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.positions import KeptValues
@@ -109,6 +112,29 @@ def test_wavelets_at_any_distance_equal_their_formula() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     # Some processors compute many times as slowly with subnormal numbers.
     assert (found[found != 0].abs() > torch.finfo().tiny).all()
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_queries_of_grape_ap_are_projected_once(queries: int) -> None:
+    """What is left of the features for the queries changes nothing. A subclass may compute other features."""
+
+    class Doubled(GrapeApBias):
+        def key_features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return 2 * super().key_features(hidden_states)
+
+    context = BuildContext(num_heads=2, head_dim=8, hidden_size=16)
+    states, slots = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    positions = Positions(torch.tensor([[-1, 0, 1, 2, 3], [0, 1, 2, 3, 4]]), torch.tensor([[4], [5]]))
+    for kind in (GrapeApBias, Doubled):
+        bias = kind(GrapeApConfig(), context)
+        features, _ = bias.features(states)
+        assert torch.equal(features, bias.key_features(states))
+        new = states[:, -queries:]
+        heads = torch.zeros(2, 2, queries, 8), torch.zeros(2, 2, 5, 8)
+        pairs = AttentionPairs(*heads, slots[-queries:], positions, 1.0, new, features)
+        handed_over = dataclasses.replace(pairs, query_features=bias.features(new)[1])
+        assert (handed_over.query_features is None) == (kind is Doubled)
+        assert torch.equal(bias(handed_over), bias(pairs))
 
 
 def test_constants_of_inference_mode_can_be_used_in_training() -> None:

@@ -55,6 +55,7 @@ class LayerCall:
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         mode: what finds the scores of a module that computes them itself.
         key_features: the features of the bias for each key, cached ones included, once they are known.
+        query_features: of `AttentionPairs`.
         rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
             the cache, if it has.
     """
@@ -67,6 +68,7 @@ class LayerCall:
     writes_pages: bool = False
     rotated: tuple[Tensor, ...] = ()
     key_features: Tensor | None = None
+    query_features: Tensor | None = None
     rotation: RotationFactors | None = None
     pairs: AttentionPairs | None = None
     form: BiasForm | None = None
@@ -386,7 +388,8 @@ class AttentionSite(LogitSite):
                 self._check_cached(update, features, key.shape[-1], *args, **kwargs)
             return update(key, value_states, *args, **kwargs)
         is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
-        rotation = encoding.rotation_before_cache if is_mapped and self.rotates_before_cache(key) else None
+        rotation = encoding.rotation_before_cache
+        rotation = rotation if rotation is None or (is_mapped and self.rotates_before_cache(key)) else None
         new = self.new_features(call)
         if rotation is not None and rotation.angles_of_own_token:
             return update(self.rotated_before_cache(call, key, new), value_states, *args, **kwargs)
@@ -399,7 +402,7 @@ class AttentionSite(LogitSite):
             cached = self._cached_features(layer, None if in_slots else call.state.offset)
             key = self.rotated_before_cache(call, key, new, cached, in_slots)
         keys, values = update(append_features(key, new), value_states, *args, **kwargs)
-        keys = heads_first(keys)
+        keys = heads_first(keys) if keys.dim() == 3 else keys
         if layer is not None:
             return keys[..., : key.shape[-1]], values
         keys, call.key_features = split_features(keys, encoding.feature_heads, features)

@@ -21,7 +21,7 @@ from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
 from hf_posenc.patching.call.forward_state import joins_layers, parts_of_kind
 from hf_posenc.patching.call.logit_site import kept_rows
-from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
+from hf_posenc.schemes.parts import PairwiseBias, SeparableBias, rows_of_terms
 from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
@@ -143,7 +143,7 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        found = self._rows_of_layers(site, call, query, key)
+        found = self._rows_of_layers(site, call, query, key) if joins_layers(site.encoding.logit_bias) else None
         if found is not None:
             rows = found[1]
         elif self.places is not None:
@@ -167,8 +167,6 @@ class CheckedLayer:
     ) -> tuple[dict[int, int], Tensor] | None:
         """The biases of all layers of the kind, `(layers, batch or 1, heads, query_len, key_len)`; see `together`."""
         lengths = (query.shape[2], key.shape[2])
-        if not joins_layers(site.encoding.logit_bias):
-            return None
         if self.places is not None:
 
             def pairs() -> tuple[AttentionPairs]:
@@ -195,13 +193,13 @@ class CheckedLayer:
         assert self.places is not None
         slots, keys, scaling = self.places
         lengths, own = (query.shape[2], key.shape[2]), call.state.own(bias)
-        if site.encoding.num_features:
+        if site.encoding.num_features and call.key_features is None:
             site.find_features(call, *lengths)
-        inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling))
+        inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling), call.query_features)
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
         pairs.memo = self.memo if query.shape[2] == 1 else None
         if isinstance(own, SeparableBias) and own.separable:
-            return FusedForm(None, *lengths, terms=own.key_terms(pairs), query_slots=slots).rows()
+            return rows_of_terms(own.key_terms(pairs), slots)
         if own.reads_content:
             return cast("Tensor", own(pairs))
         return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)

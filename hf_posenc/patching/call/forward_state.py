@@ -183,8 +183,9 @@ class ForwardState:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
         # Most parts have no submodules, and every layer asks.
-        modules = modules_of(part) if part._modules else (part,)
-        weights = [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
+        weights: list[Tensor | None] = []
+        for module in modules_of(part) if part._modules else (part,):
+            weights += (*module._parameters.values(), *module._buffers.values())
         for weight in weights:
             if weight is not None and weight.device != device:
                 break

@@ -100,11 +100,11 @@ class LogitSite(PlacedForward):
         call.key_features = self.new_features(call)
 
     def new_features(self, call: LayerCall) -> Tensor:
-        """`(batch, feature heads, query_len, features)` float32 of the new tokens."""
+        """`(batch, feature heads, query_len, features)` float32 of the new tokens. The call keeps those of queries."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
         with without_autocast(call.hidden_states.device):
-            features: Tensor = call.state.own(bias).key_features(call.hidden_states)
+            features, call.query_features = call.state.own(bias).features(call.hidden_states)
         return features
 
     def bias(
@@ -339,8 +339,8 @@ class LogitSite(PlacedForward):
         assert self.encoding.logit_bias is not None
         if state.coordinates is not None:
             refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
-        inputs = (call.hidden_states, call.key_features)
-        return AttentionPairs(query, key, query_slots, keys, factors[0], *inputs, *factors[1:])
+        inputs = (call.hidden_states, call.key_features, *factors[1:], call.query_features)
+        return AttentionPairs(query, key, query_slots, keys, factors[0], *inputs)
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
         """Refuses a cache that has dropped its oldest keys."""

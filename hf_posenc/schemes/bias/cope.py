@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
+from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES
 
@@ -28,29 +29,33 @@ class CopeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        products, steps = (pairs.query.float() @ pairs.keys.kept(self, "tables", self._tables)).chunk(2, dim=-1)
-        far = self._keys_beyond_the_table(pairs)
-        positions = self._positions(pairs, far)
-        row = positions.long()
-        near = torch.addcmul(products.gather(-1, row), steps.gather(-1, row), positions.frac())
+        products = pairs.query.float() @ self.weight.float().t()
+        last = products.shape[-1] - 1
+        if not traced() and pairs.key.shape[-2] < last:
+            # No query counts up to the last row.
+            far, positions = 0, self._counted(pairs, 0)
+            row, share = positions.long(), positions.frac()
+        else:
+            far = self._keys_beyond_the_table(pairs)
+            positions = self._positions(pairs, far)
+            row = positions.long().clamp(max=last - 1)
+            share = positions - row
+        near = torch.lerp(products.gather(-1, row), products.gather(-1, row + 1), share)
         if far == 0:
             return near
         return torch.cat((products[..., -1:].expand(-1, -1, -1, far), near), dim=-1)
 
-    def _tables(self) -> Tensor:
-        """`(head_dim, 2 * num_positions)` float32: the table, and the steps from each row to the next."""
-        rows = self.weight.float()
-        return torch.cat((rows, rows[1:] - rows[:-1], torch.zeros_like(rows[:1]))).t()
-
     def _positions(self, pairs: AttentionPairs, first: int) -> Tensor:
+        """`(batch, heads, query_len, key_len - first)`: the rows of the table at each key from `first` on."""
+        return self._counted(pairs, first).clamp(max=self.weight.shape[0] - 1)
+
+    def _counted(self, pairs: AttentionPairs, first: int) -> Tensor:
         """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""
         # The slots determine which tokens are between two tokens. Later keys and padding must not be counted.
-        key, uncounted = pairs.expanded_key.float(), pairs.uncounted
-        if first:
-            key, uncounted = key[..., first:, :], uncounted[..., first:]
-        gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
-        gates = gates.masked_fill(uncounted, 0.0)
-        return gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
+        key = pairs.expanded_key.float()
+        key = key[..., first:, :] if first else key
+        logits = pairs.products_of(pairs.query.float(), key, -torch.inf, pairs.scaling)
+        return torch.sigmoid(logits).flip(-1).cumsum(dim=-1).flip(-1)
 
     def _keys_beyond_the_table(self, pairs: AttentionPairs) -> int:
         """Returns how many leading keys are at the table's last row for every query.

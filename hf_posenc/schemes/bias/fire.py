@@ -8,10 +8,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
-from hf_posenc.schemes.positions import exporting, traced
+from hf_posenc.schemes.positions import exporting, known_true, traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.weights import stacked
@@ -67,7 +66,7 @@ class FireBias(PairwiseBias):
         inputs = self.normalized_distance(pairs)
         units = inputs.numel() * self.config.width
         # In a graph, the pieces take more kernels. It must not depend on a number of pairs that it does not know.
-        if (torch.is_grad_enabled() or traced()) and not exporting() and statically_known_true(units <= _FEW):
+        if (torch.is_grad_enabled() or traced()) and not exporting() and known_true(units <= _FEW):
             return self.network(inputs.flatten()).unflatten(-1, inputs.shape).transpose(0, 1)
         pieces = pairs.keys.kept(self, "pieces", self.pieces)
         return _of_pieces(inputs, *pieces).transpose(0, 1)

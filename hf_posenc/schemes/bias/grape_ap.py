@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
-from hf_posenc.schemes.positions import Positions, traced
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH
@@ -36,7 +35,14 @@ class GrapeApBias(PairwiseBias):
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the vector of each token, scaled to a mean square of 1: `(batch, heads, length, width)` float32."""
-        return nn.functional.rms_norm(self._projected(hidden_states), (self.num_features,))
+        return self._scaled(self._projected(hidden_states))
+
+    def features(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `key_features`, and the vector of each token before it is scaled, for the queries."""
+        if type(self).key_features is not GrapeApBias.key_features:
+            return super().features(hidden_states)
+        projected = self._projected(hidden_states)
+        return self._scaled(projected), projected
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.
@@ -49,41 +55,50 @@ class GrapeApBias(PairwiseBias):
                 "grape_ap compares vectors that it computes from hidden states, but this layer does not provide them. "
                 "Use a scheme that reads queries and keys, such as 'grape'."
             )
-        single = pairs.query.shape[-2] == 1 and not traced()
-        products_of = self._products_of_one_query if single else self._products
-        products = products_of(pairs.hidden_states, pairs.key_features, pairs.keys)
-        sums = nn.functional.logsigmoid(products).masked_fill(pairs.uncounted, 0.0).cumsum(dim=-1)
+        query = self._projected(pairs.hidden_states) if pairs.query_features is None else pairs.query_features
+        products_of = self._products_of_one_query if pairs.is_single else self._products
+        products = products_of(query, pairs.key_features, pairs)
+        sums = nn.functional.logsigmoid(products).cumsum(dim=-1)
         return self._slopes.on(sums.device) * (sums[..., -1:] - sums)
 
-    def _products(self, hidden_states: Tensor, key_features: Tensor, keys: Positions) -> Tensor:
-        """`p_i . R_l n_l / width` of all pairs."""
+    def _products(self, query: Tensor, key_features: Tensor, pairs: AttentionPairs) -> Tensor:
+        """`p_i . R_l n_l / width` of all pairs. The logarithm of the sigmoid of infinity, of uncounted keys, is 0."""
 
         def turns() -> RotationFactors:
-            angles = keys.ids[:, None, :, None].float().expand(-1, -1, -1, self.num_features // 2)
-            return factors_of_angles(angles, _LAYOUT, torch.float32)
+            angles = pairs.keys.ids[:, None, :, None].float().expand(-1, -1, -1, self.num_features // 2)
+            factors = factors_of_angles(angles, _LAYOUT, torch.float32)
+            return factors.each(lambda factor: factor / self.num_features)
 
-        factors = keys.remembered(f"turns of {self.num_features} by position", turns, keys.ids)
-        key = apply_rotation(key_features, factors, _LAYOUT)
-        return self._projected(hidden_states) @ key.transpose(-1, -2) / self.num_features
+        name = f"turns of {self.num_features} by position"
+        factors = pairs.keys.remembered(name, turns, pairs.keys.ids)
+        return pairs.products_of(query, apply_rotation(key_features, factors, _LAYOUT), torch.inf)
 
-    def _products_of_one_query(self, hidden_states: Tensor, key_features: Tensor, keys: Positions) -> Tensor:
+    def _products_of_one_query(self, query: Tensor, key_features: Tensor, pairs: AttentionPairs) -> Tensor:
         """The same: all pairs of a key turn by one angle, so the product is a sum of products with the unturned key.
 
         They are those of the query, times the cosine, and of the query after a quarter turn, times the sine.
         """
 
         def waves() -> Tensor:
-            angles = keys.ids[:, None, None].float()
-            return torch.cat((angles.cos(), angles.sin()), dim=2)
+            angles = pairs.keys.ids[:, None, None].float()
+            return torch.cat((angles.cos(), angles.sin()), dim=2) / self.num_features
 
-        def both() -> Tensor:
-            first, second = (self.projection.float() / self.num_features).chunk(2, dim=1)
-            return torch.stack((torch.cat((first, second), 1), torch.cat((-second, first), 1)), dim=1).flatten(0, 2)
+        first, second = query.chunk(2, dim=-1)
+        both = torch.cat((first, second, -second, first), dim=-1).view(*query.shape[:2], 2, -1)
+        products = both @ key_features.transpose(-1, -2)
+        name = f"waves of {self.num_features} by position"
+        products = (products * pairs.remembered(name, waves)).sum(-2, keepdim=True)
+        return products if pairs.counts_all else products.masked_fill(pairs.uncounted, torch.inf)
 
-        query = nn.functional.linear(hidden_states.float(), keys.kept(self, "both", both))
-        query = query.view(len(query), -1, 2, self.num_features)
-        products = query @ key_features.transpose(-1, -2)
-        return (products * keys.remembered("waves", waves, keys.ids)).sum(-2, keepdim=True)
+    def _scaled(self, projected: Tensor) -> Tensor:
+        """The vectors, scaled to a mean square of 1.
+
+        A layer norm of the vector and its negative does that, because their mean is 0. It is one operator, and its
+        backward pass is another one.
+        """
+        both = torch.cat((projected, -projected), dim=-1)
+        epsilon = torch.finfo(both.dtype).eps
+        return torch.layer_norm(both, both.shape[-1:], eps=epsilon)[..., : self.num_features]
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, width)` float32."""

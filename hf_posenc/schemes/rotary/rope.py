@@ -57,6 +57,7 @@ class RotaryMap(QueryKeyMap):
         self.layout = "half" if layout == "auto" else layout
         self.attention_scaling = attention_scaling
         self._constants = DeviceConstant(inverse_frequencies)
+        self._signed_constants = DeviceConstant(signed_for_both_of_pair(inverse_frequencies, self.layout))
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """Returns float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1,
@@ -71,6 +72,8 @@ class RotaryMap(QueryKeyMap):
 
         For a map whose frequencies depend on its weights alone. While tokens are decoded, a cache keeps them.
         """
+        if type(self).inverse_frequencies is RotaryMap.inverse_frequencies:
+            return self._signed_constants.on(positions.ids.device)
 
         def compute() -> Tensor:
             return signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)
