@@ -27,7 +27,7 @@ from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordina
 from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
@@ -335,11 +335,12 @@ class AttentionSite(LogitSite):
                 f"was built for {self.encoding.num_key_value_heads}, with one set of parameters for each."
             )
         own, prepared = self.prepared(call.state, query)
-        query = own.map_query(query, prepared)
         if not call.keys_mapped:
-            phases = self.key_phases(call.state, query.shape[-2], key.shape[-2])
-            key = own.map_key(key, phases)
-        return query, key
+            # As many queries as keys are the same tokens. A graph must not depend on these numbers.
+            lengths, same_dtype = (query.shape[-2], key.shape[-2]), query.dtype == key.dtype
+            same = not traced() and same_dtype and lengths[0] == lengths[1]
+            key = own.map_key(key, prepared if same else self.key_phases(call.state, *lengths))
+        return own.map_query(query, prepared), key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
         """Raises UnsupportedError for keys that were not mapped before they were written to pages."""
