@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
-from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
+from hf_posenc.attention.key_channels import append_features, features_of, split_features, width_with_features
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -411,8 +411,8 @@ class AttentionSite(LogitSite):
         keys = getattr(layer, "keys", None)
         if keys is None or keys.dim() < 4:
             return None
-        keys = keys[:, :, :length] if isinstance(length, int) else keys
-        return split_features(keys, self.encoding.feature_heads, self.encoding.num_features)[1]
+        keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
+        return features_of(keys, self.encoding.feature_heads, self.encoding.num_features)
 
     def _check_cached(
         self, update: Callable[..., Any], features: int, width: int, layer_idx: int = 0, *_: Any, **__: Any

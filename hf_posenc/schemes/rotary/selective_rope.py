@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,12 @@ from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions, tokens_at, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, factors_of_angles
+from hf_posenc.schemes.rotary.rotation_kernel import (
+    RotationFactors,
+    factors_of_angles,
+    factors_of_signed_angles,
+    signed_for_both_of_pair,
+)
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
 
@@ -49,13 +55,13 @@ class SelectiveRotation(ContextualRotation):
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the angle of each pair and the gate, `(batch, key_value_heads, length, num_features)` float32."""
-        heads = self.up.shape[0]
+        up, heads = self.up, self.num_key_heads
         # The official code scales each head's share of the input to length 1.
         shares = hidden_states.unflatten(-1, (heads, -1))
         lengths = torch.linalg.vector_norm(shares, dim=-1, keepdim=True)
         scaled = (shares / lengths.clamp(min=1e-6)).flatten(-2)
         low = nn.functional.linear(scaled, self.down.float())
-        angles = nn.functional.linear(low, self.up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        angles = nn.functional.linear(low, up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
         if self.gate_weight is None or self.gate_bias is None:
             return angles
         gate = nn.functional.linear(scaled, self.gate_weight.float(), self.gate_bias.float()).sigmoid()
@@ -85,8 +91,17 @@ class SelectiveRotation(ContextualRotation):
             of_cached, of_new = _weights(keys, steps, gates).split(lengths, dim=-1)
             cached, features = cached[..., :count], features[..., :count]
         sums = torch.addcmul(of_cached @ cached, of_new, features)
-        combined = (sums * self.kernel.float().transpose(-2, -1)).sum(dim=-2, keepdim=True)
-        return factors_of_angles(combined * self._frequencies.on(combined.device), self.layout, dtype)
+        (kernel,) = keys.of_weights(self, "kernel", self._signed_kernels)
+        angles = (sums.unsqueeze(-2) * kernel).sum(dim=-3)
+        if self.layout == "interleaved":
+            return factors_of_angles(angles[..., :1, :], self.layout, dtype)
+        return factors_of_signed_angles(angles.flatten(-2).unsqueeze(-2), dtype)
+
+    def _signed_kernels(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
+        """`(layers, heads, steps, 2, count)` float32: kernels times frequencies, with the signs of signed angles."""
+        kernels = torch.stack([layer.kernel for layer in layers]).float().transpose(-2, -1)
+        signed = signed_for_both_of_pair(kernels * self._frequencies.on(kernels.device), self.layout)
+        return (signed.unflatten(-1, (2, -1)),)
 
     def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
         """`angles` for tokens without padding between them, and the `_neighbours` of these."""
