@@ -70,9 +70,10 @@ class SelectiveRotation(ContextualRotation):
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
         order, back, neighbours = _in_order(keys, self.kernel.shape[-1])
+        taps = keys.of_weights(self, "taps", self._taps)
         if order is None or back is None:
-            return self._sums(features, neighbours)
-        return tokens_at(self._sums(tokens_at(features, order), neighbours), back)
+            return self._sums(features, neighbours, *taps)
+        return tokens_at(self._sums(tokens_at(features, order), neighbours, *taps), back)
 
     def factors(
         self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
@@ -97,25 +98,27 @@ class SelectiveRotation(ContextualRotation):
             return factors_of_angles(angles[..., :1, :], self.layout, dtype)
         return factors_of_signed_angles(angles.flatten(-2).unsqueeze(-2), dtype)
 
-    def _signed_kernels(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
-        """`(layers, heads, steps, 2, count)` float32: kernels times frequencies, with the signs of signed angles."""
-        kernels = torch.stack([layer.kernel for layer in layers]).float().transpose(-2, -1)
-        signed = signed_for_both_of_pair(kernels * self._frequencies.on(kernels.device), self.layout)
-        return (signed.unflatten(-1, (2, -1)),)
+    def _taps(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor, ...]:
+        """The steps of kernels times frequencies, that of the token itself last, `(layers, heads, 1, count)`."""
+        kernels = torch.stack([layer.kernel for layer in layers]).float()
+        return (kernels * self._frequencies.on(kernels.device).unsqueeze(-1)).unsqueeze(-3).unbind(-1)
 
-    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
-        """`angles` for tokens without padding between them, and the `_neighbours` of these."""
+    def _signed_kernels(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
+        """`(layers, heads, steps, 2, count)` float32: all of `_taps`, with the signs of signed angles."""
+        return (signed_for_both_of_pair(torch.cat(self._taps(layers), dim=-2), self.layout).unflatten(-1, (2, -1)),)
+
+    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...], *taps: Tensor) -> Tensor:
+        """`angles` for tokens without padding between them, the `_neighbours` of these, and the `_taps`."""
         count, length = self.kernel.shape[1], features.shape[-2]
         current = features if self.gate_weight is None else features[..., :count]
-        *kernel, own = self.kernel.float().unsqueeze(-3).unbind(-1)
-        combined = current * own
+        combined = current * taps[-1]
         earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if neighbours else current
-        for start, (same, weight) in enumerate(zip(reversed(neighbours), kernel, strict=True)):
+        for start, (same, tap) in enumerate(zip(reversed(neighbours), taps[:-1], strict=True)):
             shifted = earlier.narrow(-2, start, length)
-            combined = torch.addcmul(combined, shifted if same is None else shifted * same, weight)
+            combined = torch.addcmul(combined, shifted if same is None else shifted * same, tap)
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
-        return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
+        return combined.cumsum(dim=-2)
 
 
 def _in_order(keys: Positions, steps: int) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
