@@ -75,17 +75,21 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
         `(batch, key_value_heads, length, width)` in the dtype of the key, and `(batch, num_heads, length,
         num_features)` float32.
     """
+    plain = key.shape[-1] - num_channels(max(1, num_heads // key.shape[1]) * num_features, key.dtype)
+    return key[..., :plain], features_of(key, num_heads, num_features)
+
+
+def features_of(key: Tensor, num_heads: int, num_features: int) -> Tensor:
+    """The features alone, of the arguments of `split_features`."""
     per_key = max(1, num_heads // key.shape[1]) * num_features
-    count, padded = _CHANNELS[key.dtype], num_channels(per_key, key.dtype)
-    sizes = [key.shape[-1] - padded, count * per_key, padded - count * per_key]
-    plain, channels, _ = torch.split_with_sizes(key, sizes, dim=-1)
+    count, first = _CHANNELS[key.dtype], key.shape[-1] - num_channels(per_key, key.dtype)
+    channels = key[..., first : first + count * per_key]
     if count > 1:
         channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
     if num_heads == key.shape[1]:
-        return plain, channels.float()
+        return channels.float()
     if num_heads < key.shape[1]:
         channels = channels[:, :: key.shape[1] // num_heads]
     if num_features > 1:
         channels = channels.unflatten(-1, (-1, num_features))
-    features = channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features)
-    return plain, features.float()
+    return channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features).float()

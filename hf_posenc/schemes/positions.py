@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import SequenceLengthError
 
 Value = TypeVar("Value")
+Part = TypeVar("Part", bound=nn.Module)
 #: One part, or those of several layers.
 Parts = nn.Module | Sequence[nn.Module]
 #: Where the modules are written that compute the same until a weight or a buffer changes.
@@ -83,6 +84,39 @@ class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
 
     def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
         return KeptValues, ()
+
+
+class AlikeParts:
+    """Finds the parts of several layers that differ only in their parameters. A part of several layers counts once.
+
+    Args:
+        layers: returns a name of the kind of each layer, or `None`, and the parts in it.
+    """
+
+    def __init__(self, layers: Callable[[], Iterable[tuple[Hashable, Sequence[nn.Module]]]]) -> None:
+        self._layers = layers
+        self._found: dict[int, list[nn.Module]] | None = None
+
+    def of(self, part: Part) -> list[Part]:
+        """The parts that are like a part, itself included. A part without parameters of its own is alone."""
+        if self._found is None:
+            alike: dict[Hashable, dict[int, nn.Module]] = {}
+            for kind, parts in self._layers():
+                inside = [module for one in parts for module in modules_of(one)]
+                for place, module in enumerate(inside if kind is not None else ()):
+                    weights = [weight for weight in module._parameters.values() if weight is not None]
+                    same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
+                    if len(weights) == len(module._parameters) > 0:
+                        alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
+            self._found = {one: [*found.values()] for found in alike.values() for one in found}
+        return cast("list[Part]", self._found.get(id(part), [part]))
+
+
+def _of_each(
+    layers: Sequence[Part], compute: Callable[[Sequence[Part]], tuple[Tensor | None, ...]]
+) -> list[tuple[Any, ...]]:
+    values = ([None] * len(layers) if value is None else value.unbind(0) for value in compute(layers))
+    return list(zip(*values, strict=True))
 
 
 def gradients_may_be_shared() -> bool:
@@ -292,6 +326,26 @@ class Positions:
         """
         kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
         return compute() if kept is None else kept.of(part, name, compute, fits)
+
+    def of_weights(
+        self, part: Part, name: Hashable, compute: Callable[[Sequence[Part]], tuple[Tensor | None, ...]]
+    ) -> tuple[Any, ...]:
+        """What `compute`, which reads nothing but parameters of some parts, gives for a part.
+
+        Without gradients, it is `kept`. With gradients, it is computed once per forward call for all layers whose parts
+        differ only in their parameters. What `compute` returns has an axis of the parts that it receives in front.
+        """
+        if not torch.is_grad_enabled():
+            return self.kept(part, name, lambda: _of_each([part], compute)[0])
+        if AlikeParts not in self.memo or not gradients_may_be_shared():
+            return _of_each([part], compute)[0]
+        known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
+        if known is None:
+            layers = self.memo[AlikeParts].of(part)
+            found = _of_each(layers, compute)
+            self.memo.update({(AlikeParts, name, id(one)): own for one, own in zip(layers, found, strict=True)})
+            known = self.memo[AlikeParts, name, id(part)]
+        return known
 
     @property
     def keeps_values(self) -> bool:

@@ -14,7 +14,9 @@ from transformers import DynamicCache
 
 from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
+from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
+from hf_posenc.schemes.positions import AlikeParts
 from tests.kits.decoding import decoded
 from tests.matrix.running import drawn, patched, placed, tokens
 from tests.models import tiny
@@ -24,7 +26,7 @@ LAYERS = 4
 #: A scheme for each way in which a bias, or a rotation by the layer's input, is computed.
 SCHEMES = [
     "alibi", "tisa", "shaw", "fire", "tupe", "disentangled", "forget_gate", "grape_ap", "swin", "low_rank_relative",
-    "transformer_xl", "repo", "grape_m",
+    "transformer_xl", "grape", "repo", "grape_m",
 ]  # fmt: skip
 Change = Callable[[Any], None]
 
@@ -107,6 +109,17 @@ def test_layers_under_autocast_differ_from_those_outside(scheme: str, assert_equ
         return model
 
     assert_equal(build)
+
+
+@pytest.mark.parametrize("scheme", ["grape", "grape_m", "transformer_xl", "disentangled", "pope"])
+def test_layers_compute_what_follows_from_their_weights_together(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are those of layers that compute it on their own."""
+
+    found, joined = results(built(scheme, CHANGES[0])), []
+    monkeypatch.setattr(AlikeParts, "of", lambda self, part: joined.append(part) or [part])
+    monkeypatch.setattr(ForwardState, "together", lambda *_: None)
+    torch.testing.assert_close(found, results(built(scheme, CHANGES[0])), atol=2e-5, rtol=1e-4)
+    assert joined or scheme == "pope"
 
 
 @torch.no_grad()

@@ -333,13 +333,16 @@ def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch
     places = pairs.keys.ids, pairs.keys.lengths
     all_rows = dataclasses.replace(pairs, keys=Positions(*places).bounded(10**6))
     expected = values_and_gradients(bias, all_rows)
-    original = Tensor.gather
 
-    def gather(products: Tensor, *index: Any) -> Tensor:
-        rows.append(products.shape[-1])
-        return original(products, *index)
+    def watched(original: Any) -> Any:
+        def select(products: Tensor, *places: Any) -> Tensor:
+            rows.append(products.shape[-1])
+            return original(products, *places)
 
-    monkeypatch.setattr(Tensor, "gather", gather)
+        return select
+
+    for select in ("gather", "as_strided"):
+        monkeypatch.setattr(Tensor, select, watched(getattr(Tensor, select)))
     for keys in (Positions(*places).bounded(12), Positions(*places)):
         assert_equal_results(values_and_gradients(bias, dataclasses.replace(pairs, keys=keys)), expected, 1e-5)
     assert 0 < max(rows) <= (39 if config == DisentangledConfig(max_distance=12, buckets=20) else 23)

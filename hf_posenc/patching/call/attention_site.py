@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
-from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
+from hf_posenc.attention.key_channels import append_features, features_of, split_features, width_with_features
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -27,7 +27,7 @@ from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordina
 from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
@@ -337,11 +337,12 @@ class AttentionSite(LogitSite):
                 f"was built for {self.encoding.num_key_value_heads}, with one set of parameters for each."
             )
         own, prepared = self.prepared(call.state, query)
-        query = own.map_query(query, prepared)
         if not call.keys_mapped:
-            phases = self.key_phases(call.state, query.shape[-2], key.shape[-2])
-            key = own.map_key(key, phases)
-        return query, key
+            # As many queries as keys are the same tokens. A graph must not depend on these numbers.
+            lengths, same_dtype = (query.shape[-2], key.shape[-2]), query.dtype == key.dtype
+            same = not traced() and same_dtype and lengths[0] == lengths[1]
+            key = own.map_key(key, prepared if same else self.key_phases(call.state, *lengths))
+        return own.map_query(query, prepared), key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
         """Raises UnsupportedError for keys that were not mapped before they were written to pages."""
@@ -413,8 +414,8 @@ class AttentionSite(LogitSite):
         keys = getattr(layer, "keys", None)
         if keys is None or keys.dim() < 4:
             return None
-        keys = keys[:, :, :length] if isinstance(length, int) else keys
-        return split_features(keys, self.encoding.feature_heads, self.encoding.num_features)[1]
+        keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
+        return features_of(keys, self.encoding.feature_heads, self.encoding.num_features)
 
     def _check_cached(
         self, update: Callable[..., Any], features: int, width: int, layer_idx: int = 0, *_: Any, **__: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import (
+    at_distances,
     check_whole_positions,
     clipped_rows,
+    distances_of_run,
     plus,
     products_of_rows,
     products_with_vectors,
@@ -100,6 +103,13 @@ class DisentangledBias(PairwiseBias):
             tables = pairs.keys.kept(self, ("tables", factors), functools.partial(self._from_farthest, *factors))
             return products_with_vectors(pairs, *(table.narrow(1, *run) for table in tables))
         rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
+        if Tensor not in map(type, factors) and distances_of_run(pairs) is not None:
+            compute = functools.partial(_vectors, rows=rows[0], occurring=occurring, factors=factors)
+            of_keys, of_queries = pairs.keys.of_weights(self, ("vectors", factors), compute)
+            products = [] if of_queries is None else [at_distances(pairs.query.float() @ of_queries)]
+            if of_keys is not None:
+                products.append(at_distances(pairs.expanded_key.float() @ of_keys).transpose(-1, -2))
+            return functools.reduce(torch.add, products)
         if self.query_weight is not None:
             table = self.query_weight.narrow(1, *occurring).float()
             of_keys = select_rows_of_keys(pairs.expanded_key.float(), table, rows)
@@ -112,6 +122,30 @@ class DisentangledBias(PairwiseBias):
         """The vectors of keys, and those of queries, `(heads, rows, head_dim)` float32, from the farthest key on."""
         of_keys, of_queries = cast("Tensor", self.query_weight), cast("Tensor", self.key_weight)
         return of_keys.float().flip(1) * key_scaling, of_queries.float().flip(1) * query_scaling
+
+
+def _vectors(
+    layers: Sequence[DisentangledBias], rows: Tensor, occurring: tuple[int, int], factors: tuple[Any, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The vectors of keys, and those of queries, `(layers, heads, head_dim, distances)` float32, scaled.
+
+    Args:
+        layers: the biases.
+        rows: `(query_len, key_len)`, of `clipped_rows`.
+        occurring: of `clipped_rows`.
+        factors: of queries and of keys.
+    """
+    # The last query has the distances to all earlier keys, and the first one those to all later ones.
+    of_run = torch.cat((rows[-1, :-1], rows[0]))
+
+    def of(tables: list[Tensor | None], rows: Tensor, factor: float) -> Tensor | None:
+        if tables[0] is None:
+            return None
+        parts = torch.stack([table.narrow(1, *occurring) for table in cast("list[Tensor]", tables)])
+        return parts.float().index_select(2, rows).transpose(-1, -2) * factor
+
+    of_keys = of([layer.query_weight for layer in layers], of_run.flip(0), factors[1])
+    return of_keys, of([layer.key_weight for layer in layers], of_run, factors[0])
 
 
 @register_scheme

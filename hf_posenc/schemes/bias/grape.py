@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from hf_posenc.schemes.parts import DeviceConstant, PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
+from hf_posenc.schemes.weights import stacked
 
 
 class GrapeBias(PairwiseBias):
@@ -35,7 +37,7 @@ class GrapeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        slope, of_keys, of_queries = pairs.keys.kept(self, "weights", self._weights)
+        slope, of_keys, of_queries = pairs.keys.of_weights(self, "weights", _weights)
         gate: Tensor | float = 0.0
         if of_keys is not None:
             gate = softplus(of_keys @ pairs.expanded_key.float().transpose(-1, -2))
@@ -44,9 +46,9 @@ class GrapeBias(PairwiseBias):
         return pairs.steps.unsqueeze(1) * (slope * gate)
 
     def _weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Minus the slopes, `(heads, 1, 1)`, and the directions of keys and queries, `(heads, 1, head_dim)` float32."""
+        """Minus the slopes, and the directions of keys and queries, all `(..., heads, 1, 1 or head_dim)` float32."""
         slope = -softplus(self.rate.float()) * self._slopes.on(self.rate.device)
-        return slope.view(-1, 1, 1), self._unit(self.direction), self._unit(self.query_direction)
+        return slope[..., None, None], self._unit(self.direction), self._unit(self.query_direction)
 
     def _unit(self, direction: Tensor | None) -> Tensor | None:
         if direction is None:
@@ -55,6 +57,11 @@ class GrapeBias(PairwiseBias):
         if self.normalize:
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
         return (direction * direction.shape[-1] ** -0.5).unsqueeze(-2)
+
+
+def _weights(layers: Sequence[GrapeBias]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    weights: tuple[Tensor, Tensor | None, Tensor | None] = stacked(layers)._weights()
+    return weights
 
 
 @register_scheme

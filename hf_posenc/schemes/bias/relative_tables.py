@@ -81,6 +81,39 @@ def run_to_newest(pairs: AttentionPairs, behind: int | None = None) -> tuple[int
     return (0 if behind is None else behind + 1 - length, length) if pairs.remembered("is newest", find) else None
 
 
+def distances_of_run(pairs: AttentionPairs) -> Tensor | None:
+    """`(2 * query_len - 1,)` int64: the distances of all pairs, rising, in a training step on a short text.
+
+    All layers together then compute a vector for each of them (`Positions.of_weights`). `None` if the tokens are not
+    adjacent, or if it is not known, and in function transforms, which do not support the views of `at_distances`.
+    """
+    length = pairs.key.shape[-2]
+    if not (torch.is_grad_enabled() and pairs.is_small and pairs.query.shape[-2] == length > 1):
+        return None
+    if type(pairs.query) is not Tensor or torch._C._are_functorch_transforms_active():
+        return None
+
+    def find() -> Tensor | None:
+        distance = pairs.distance
+        if not distance.is_cpu:
+            return None  # It would have to be read from the device.
+        found = torch.arange(1 - length, length, device=distance.device)
+        return found if bool((distance == at_distances(found.repeat(length, 1))).all()) else None
+
+    return pairs.remembered("distances of a run", find)
+
+
+def at_distances(products: Tensor) -> Tensor:
+    """Those of each pair, `(..., query_len, key_len)`, out of products of each query with all vectors of a run.
+
+    Args:
+        products: `(..., query_len, 2 * query_len - 1)`, by rising distance.
+    """
+    length, last = products.shape[-2], products.stride(-1)
+    strides = (*products.stride()[:-2], products.stride(-2) - last, last)
+    return products.as_strided((*products.shape[:-1], length), strides, products.storage_offset() + (length - 1) * last)
+
+
 def products_with_vectors(pairs: AttentionPairs, of_keys: Tensor, of_queries: Tensor | None = None) -> Tensor:
     """Each key times its vector, plus a single query times that of the key, `(batch, heads, 1, key_len)` float32.
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import (
+    at_distances,
     check_whole_positions,
     clipped_rows,
+    distances_of_run,
     plus,
     products_with_vectors,
     run_to_newest,
@@ -72,9 +76,14 @@ class TransformerXLBias(PairwiseBias):
             run, factors = run_to_newest(pairs), (pairs.query_factor, pairs.query_scaling, pairs.key_scaling)
             if run is not None and Tensor not in map(type, factors):
                 return self._for_newest(pairs, run[1], factors)
+        distances = None if self.clamp_length is not None else distances_of_run(pairs)
         by_key = self.content_bias.float().unsqueeze(-2) @ pairs.expanded_key.float().transpose(-1, -2)
         # Where the layer has scaled its queries, the bias is added to scaled ones.
         query = plus(pairs.query.float(), self.position_bias.float().unsqueeze(-2), pairs.query_factor)
+        if distances is not None and not isinstance(pairs.query_scaling, Tensor):
+            compute = functools.partial(_vectors, distances=distances, factor=pairs.query_scaling)
+            (vectors,) = pairs.keys.of_weights(self, ("vectors", pairs.query_scaling), compute)
+            return plus(at_distances(query @ vectors), by_key, pairs.key_scaling)
         # (heads, head_dim, hidden): W_R of each head.
         projection = self.position_projection.float().view(*self.content_bias.shape, -1)
         if self.clamp_length is None:
@@ -111,6 +120,13 @@ class TransformerXLBias(PairwiseBias):
         distances = torch.arange(-clamp_length, clamp_length + 1, device=query.device).narrow(0, *occurring)
         table = projection @ sinusoidal_vectors(distances, self._frequencies).transpose(0, 1)
         return selected_products(query, table, rows) * pairs.query_scaling
+
+
+def _vectors(layers: Sequence[TransformerXLBias], distances: Tensor, factor: float) -> tuple[Tensor]:
+    """`(layers, heads, head_dim, distances)` float32: the projected sinusoids of distances from keys to queries."""
+    sinusoids = sinusoidal_vectors(-distances, layers[0]._frequencies).transpose(0, 1) * factor
+    projections = torch.stack([layer.position_projection for layer in layers]).float()
+    return (projections.unflatten(1, layers[0].content_bias.shape) @ sinusoids,)
 
 
 @register_scheme

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces, unfilled
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
@@ -28,7 +29,8 @@ class GrapeMRotation(ContextualPlaces):
 
     def __init__(self, config: GrapeMConfig, context: BuildContext) -> None:
         super().__init__(LearnedFrequenciesMap(config.frequencies(context), config.layout), context)
-        self.gate_scale = config.gate_scale
+        # A tensor, because torch makes one of a number in each call.
+        self._gate_scale = DeviceConstant(torch.tensor(config.gate_scale, dtype=torch.float32, device="cpu"))
         heads = context.key_heads if config.per_head else 1
         self.weight = self.learned("weight", (heads, context.input_size), nn.init.zeros_)
         self.bias = self.learned("bias", heads, nn.init.constant_, val=config.initial_bias)
@@ -36,7 +38,8 @@ class GrapeMRotation(ContextualPlaces):
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the increments of the tokens, `(batch, key_value_heads or 1, length, 1)` float32."""
         logits = nn.functional.linear(hidden_states, self.weight.float(), self.bias.float())
-        return (logits / self.gate_scale).sigmoid().transpose(1, 2).unsqueeze(-1)
+        gates = (logits / self._gate_scale.on(logits.device)).sigmoid()
+        return gates.unsqueeze(1) if gates.shape[-1] == 1 else gates.transpose(1, 2).unsqueeze(-1)
 
     def places(self, contributions: Tensor, keys: Positions) -> Tensor:
         """Returns the sums of the increments of earlier tokens."""

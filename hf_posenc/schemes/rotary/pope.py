@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -41,13 +42,24 @@ class PopeMap(QueryKeyMap):
         The first are `(batch or 1, 1, query_len, 2 * head_dim)`, the others `(batch or 1, key_value_heads, query_len, 2
         * head_dim)`.
         """
-        ids, frequencies = positions.ids, self._inverse_frequencies.on(positions.ids.device)
-        # Only the phases that are added for keys belong to a layer.
-        name = ("pope", self.theta, len(frequencies))
-        angles = positions.remembered(name, lambda: ids[:, None, :, None].float() * frequencies, ids)
-        of_queries = positions.remembered(("phases", name), lambda: _waves(angles), ids)
-        delta = positions.kept(self, "delta", lambda: projected(self.delta.float(), -2 * math.pi, 0.0).unsqueeze(1))
-        return of_queries, _waves(angles + delta)
+        ((of_queries, of_keys),) = self.of_layers([self], positions)
+        return of_queries, of_keys
+
+    @classmethod
+    def of_layers(
+        cls, layers: Sequence[PopeMap], positions: Positions, dtype: torch.dtype | None = None
+    ) -> list[tuple[Tensor, ...]]:
+        """What `phases` returns for each of several layers, which differ in the phases that are added for keys."""
+
+        def phases_of_keys() -> Tensor:
+            deltas = torch.stack([layer.delta for layer in layers])
+            return projected(deltas.float(), -2 * math.pi, 0.0)[:, None, :, None, :]
+
+        frequencies = layers[0]._inverse_frequencies.on(positions.ids.device)
+        angles = positions.ids[:, None, :, None].float() * frequencies
+        of_keys = _waves(angles + positions.kept(layers, "delta", phases_of_keys))
+        of_queries = _waves(angles)
+        return [(of_queries, own) for own in of_keys.unbind(0)]
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> `(batch, heads, query_len, 2 * head_dim)` of the same dtype."""

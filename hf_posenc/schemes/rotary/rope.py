@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from hf_posenc.schemes.validation import (
     check_integer,
     option,
 )
+from hf_posenc.schemes.weights import stacked
 
 #: The end of an error message about a rotation that cannot be scaled, after its name.
 STATED_BY_FREQUENCIES = (
@@ -75,10 +77,13 @@ class RotaryMap(QueryKeyMap):
         if type(self).inverse_frequencies is RotaryMap.inverse_frequencies:
             return self._signed_constants.on(positions.ids.device)
 
-        def compute() -> Tensor:
-            return signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)
+        def compute(layers: Sequence[RotaryMap]) -> tuple[Tensor]:
+            if not self._parameters:
+                return (signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)[None],)
+            return (signed_for_both_of_pair(stacked(layers).inverse_frequencies(positions.lengths), self.layout),)
 
-        return positions.kept(self, "signed frequencies", compute)
+        (frequencies,) = positions.of_weights(self, "signed frequencies", compute)
+        return cast("Tensor", frequencies)
 
     def angles(self, positions: Positions) -> Tensor:
         """Returns the angle of each pair in radians, `(batch or 1, query_len, rotary_dim / 2)` float32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,12 @@ from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions, tokens_at, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, unfilled
 from hf_posenc.schemes.rotary.rope import RotaryConfig
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, factors_of_angles
+from hf_posenc.schemes.rotary.rotation_kernel import (
+    RotationFactors,
+    factors_of_angles,
+    factors_of_signed_angles,
+    signed_for_both_of_pair,
+)
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
 
@@ -50,13 +56,13 @@ class SelectiveRotation(ContextualRotation):
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the angle of each pair and the gate, `(batch, key_value_heads, length, num_features)` float32."""
-        heads = self.up.shape[0]
+        up, heads = self.up, self.num_key_heads
         # The official code scales each head's share of the input to length 1.
         shares = hidden_states.unflatten(-1, (heads, -1))
         lengths = torch.linalg.vector_norm(shares, dim=-1, keepdim=True)
         scaled = (shares / lengths.clamp(min=1e-6)).flatten(-2)
         low = nn.functional.linear(scaled, self.down.float())
-        angles = nn.functional.linear(low, self.up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        angles = nn.functional.linear(low, up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
         if self.gate_weight is None or self.gate_bias is None:
             return angles
         gate = nn.functional.linear(scaled, self.gate_weight.float(), self.gate_bias.float()).sigmoid()
@@ -65,9 +71,10 @@ class SelectiveRotation(ContextualRotation):
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
         order, back, neighbours = _in_order(keys, self.kernel.shape[-1])
+        taps = keys.of_weights(self, "taps", self._taps)
         if order is None or back is None:
-            return self._sums(features, neighbours)
-        return tokens_at(self._sums(tokens_at(features, order), neighbours), back)
+            return self._sums(features, neighbours, *taps)
+        return tokens_at(self._sums(tokens_at(features, order), neighbours, *taps), back)
 
     def factors(
         self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
@@ -85,7 +92,7 @@ class SelectiveRotation(ContextualRotation):
             gates = torch.cat((cached[..., count:], features[..., count:]), dim=-2)
             of_cached, of_new = _weights(keys, steps, gates).split(lengths, dim=-1)
             cached, features = cached[..., :count], features[..., :count]
-        return self._factors_of_sums(torch.addcmul(of_cached @ cached, of_new, features), dtype)
+        return self._factors_of_sums(torch.addcmul(of_cached @ cached, of_new, features), keys, dtype)
 
     def factors_in_slots(self, features: Tensor, keys: Positions, slots: Tensor, dtype: torch.dtype) -> RotationFactors:
         """Multiplies the features of all slots by weights, as `factors` does, if there is one new token."""
@@ -101,26 +108,37 @@ class SelectiveRotation(ContextualRotation):
             weights = seen.remembered(f"weights {steps}", lambda: _weights(seen, steps), seen.ids)
         else:
             weights = _weights(seen, steps, features[..., count:])
-        return self._factors_of_sums(weights @ features[..., :count], dtype)
+        return self._factors_of_sums(weights @ features[..., :count], keys, dtype)
 
-    def _factors_of_sums(self, sums: Tensor, dtype: torch.dtype) -> RotationFactors:
+    def _factors_of_sums(self, sums: Tensor, keys: Positions, dtype: torch.dtype) -> RotationFactors:
         """The factors of the last token, from its sums `(batch, key_value_heads, steps, rotary_dim / 2)`."""
-        combined = (sums * self.kernel.float().transpose(-2, -1)).sum(dim=-2, keepdim=True)
-        return factors_of_angles(combined * self._frequencies.on(combined.device), self.layout, dtype)
+        (kernel,) = keys.of_weights(self, "kernel", self._signed_kernels)
+        angles = (sums.unsqueeze(-2) * kernel).sum(dim=-3)
+        if self.layout == "interleaved":
+            return factors_of_angles(angles[..., :1, :], self.layout, dtype)
+        return factors_of_signed_angles(angles.flatten(-2).unsqueeze(-2), dtype)
 
-    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
-        """`angles` for tokens without padding between them, and the `_neighbours` of these."""
+    def _taps(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor, ...]:
+        """The steps of kernels times frequencies, that of the token itself last, `(layers, heads, 1, count)`."""
+        kernels = torch.stack([layer.kernel for layer in layers]).float()
+        return (kernels * self._frequencies.on(kernels.device).unsqueeze(-1)).unsqueeze(-3).unbind(-1)
+
+    def _signed_kernels(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
+        """`(layers, heads, steps, 2, count)` float32: all of `_taps`, with the signs of signed angles."""
+        return (signed_for_both_of_pair(torch.cat(self._taps(layers), dim=-2), self.layout).unflatten(-1, (2, -1)),)
+
+    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...], *taps: Tensor) -> Tensor:
+        """`angles` for tokens without padding between them, the `_neighbours` of these, and the `_taps`."""
         count, length = self.kernel.shape[1], features.shape[-2]
         current = features if self.gate_weight is None else features[..., :count]
-        *kernel, own = self.kernel.float().unsqueeze(-3).unbind(-1)
-        combined = current * own
+        combined = current * taps[-1]
         earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if neighbours else current
-        for start, (same, weight) in enumerate(zip(reversed(neighbours), kernel, strict=True)):
+        for start, (same, tap) in enumerate(zip(reversed(neighbours), taps[:-1], strict=True)):
             shifted = earlier.narrow(-2, start, length)
-            combined = torch.addcmul(combined, shifted if same is None else shifted * same, weight)
+            combined = torch.addcmul(combined, shifted if same is None else shifted * same, tap)
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
-        return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
+        return combined.cumsum(dim=-2)
 
 
 def _in_order(keys: Positions, steps: int) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
