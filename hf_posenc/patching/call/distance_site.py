@@ -62,7 +62,7 @@ class DistanceSite(PlacedForward):
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
 
         # Few pairs are looked up by their positions, which is faster than to read whether a mask has gaps.
-        few = query_length * key_length <= SIZES[device.type == "cpu"].short_pairs and not folds
+        few = device.type != "cpu" and not folds and query_length * key_length <= SIZES[False].short_pairs
         few = few and not (torch.is_grad_enabled() and any(one.requires_grad for one in bias.parameters()))
 
         def find() -> tuple[int | Tensor, bool | Tensor | None]:
@@ -243,7 +243,7 @@ def kept_rows(
         name = f"bias on {state.device}"
         values, slopes = kept.of(biases, name, compute, lambda known: known[0].shape[-1] >= key_length)
         values = values.narrow(-1, values.shape[-1] - key_length, key_length)
-        if bound_of_unread(state) is not None:
+        if values.device.type != "cpu" and bound_of_unread(state) is not None:
             keys = key_positions(state, state.offset + 1 - key_length, key_length).ids
             index = (keys - state.positions().ids + (key_length - 1)).clamp(min=0)
             values, slopes = values[:, 0, :, 0, index].transpose(1, 2).unsqueeze(-2), [None] * len(biases)

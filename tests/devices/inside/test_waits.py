@@ -95,7 +95,7 @@ def test_no_layer_and_no_token_waits(scheme: str) -> None:
 
 
 #: Its gradient is summed by slots, so a mask is read for gaps.
-LEARNED = ("t5", "kerple", "tisa", "blended", "composed")
+LEARNED = ("t5", "kerple", "tisa", "log_cpb", "blended", "composed")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
