@@ -115,8 +115,8 @@ class Reach:
     def check(self, positions: Positions | Tensor) -> None:
         """Raises an error if a position exceeds the limit.
 
-        The check may read values, so it is skipped when there are none (graph capture, the meta device). Values on a
-        device are not read if the host knows that they are small enough. A compiled graph checks them when it runs.
+        The check is skipped when there are no values (the meta device). Values on a device are not read: the host knows
+        a bound, unless the caller passed positions. These are checked on the device, as in a compiled graph.
 
         Args:
             positions: those of a call, or any tensor of them.
@@ -129,7 +129,8 @@ class Reach:
         ids = positions.ids
         if self.length is None or ids.is_meta or ids.numel() == 0:
             return
-        if torch.compiler.is_compiling():
+        unread = not (ids.is_cpu or torch.jit.is_tracing()) and positions.bound() is None
+        if torch.compiler.is_compiling() or unread:
             assert_in_graph((ids < self.length).all(), f"A token is beyond the {self.length} positions {self.remedy}")
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():

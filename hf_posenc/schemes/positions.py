@@ -182,16 +182,19 @@ def assert_in_graph(condition: Tensor | torch.SymBool, message: str) -> None:
         torch._assert_async(condition, message[:254])
 
 
-def require(condition: Tensor, message: str) -> None:
-    """Raises an error where a 0-dim bool tensor is false; from a compiled graph, when it runs.
+def require(condition: Tensor, message: str, error: type[Exception] = SequenceLengthError) -> None:
+    """Raises an error where a 0-dim bool tensor is false.
+
+    A compiled graph, and a device that computes later than the host asks, raise a `RuntimeError` when they get there:
+    reading the tensor would make the host wait.
 
     Raises:
-        SequenceLengthError: with the message.
+        SequenceLengthError: with the message, or another `error`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not condition.is_cpu:
         assert_in_graph(condition, message)
     elif not bool(condition):
-        raise SequenceLengthError(message)
+        raise error(message)
 
 
 def softplus(numbers: Tensor) -> Tensor:

@@ -273,8 +273,6 @@ def refuse_negative(state: ForwardState, ids: Tensor, offset: int) -> None:
     """Refuses positions of real tokens for which a table with `offset` rows before position 0 has no row."""
     if torch.jit.is_tracing() or ids.is_meta:
         return
-    if not torch.compiler.is_compiling() and ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
     negative = negative_positions(state, ids, -offset)
     if negative is not None:
         require(~negative, NEGATIVE)

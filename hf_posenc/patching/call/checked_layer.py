@@ -19,8 +19,9 @@ from hf_posenc.attention.block_attention import for_kernel, single_query_attenti
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
+from hf_posenc.patching.call.distance_site import kept_rows
 from hf_posenc.patching.call.forward_state import joins_layers, parts_of_kind
-from hf_posenc.patching.call.logit_site import kept_rows
+from hf_posenc.patching.call.key_positions import bound_of_unread
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias, rows_of_terms
 from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
@@ -174,13 +175,13 @@ class CheckedLayer:
                 return (AttentionPairs(query, key, slots, keys, scaling),)
 
             return call.state.together(site, "logit_bias", pairs, *lengths)
-        if not self.by_slots:
-            return None
-        if self.kernel is None:
+        if self.kernel is None and (self.by_slots or bound_of_unread(call.state) is not None):
             biases = parts_of_kind(site, "logit_bias")
             kept = kept_rows(biases, call.state, lengths[1])
             if kept is not None:
                 return {id(bias): index for index, bias in enumerate(biases)}, kept[0]
+        if not self.by_slots:
+            return None
         found = site.vectors_of_layers(call.state, *lengths, self.arguments[1])
         if found is None:
             return None

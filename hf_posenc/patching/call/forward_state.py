@@ -16,7 +16,7 @@ from hf_posenc.attention.forms import MOST_MATRICES
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
-from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
+from hf_posenc.patching.call.cache import GENERATION, CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import (
     Positions,
@@ -29,19 +29,19 @@ from hf_posenc.schemes.positions import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.call.logit_site import LogitSite
+    from hf_posenc.patching.call.distance_site import DistanceSite
     from hf_posenc.patching.call.runtime import StackRuntime
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
 Value = TypeVar("Value")
 
 
-def padding_mask(mask: Any, module: nn.Module, offset: int | Tensor | None) -> Tensor | None:
+def padding_mask(mask: Any, module: nn.Module, offset: int | Tensor | None, given: bool = False) -> Tensor | None:
     """`(batch, key_len)`, 1 at real tokens, from any kind of mask; `None` if the mask does not show padding.
 
     `generate` may pass prepared masks, `(batch, 1, query_len, key_len)`, one for each kind of layer. In a layer without
     a window the last query sees exactly the real tokens, unless the caller passed a custom mask, for example with one
-    block per packed document.
+    block per packed document. On a device this is not read in a call that starts a text, unless positions are `given`.
     """
     windowed = not isinstance(mask, dict) and getattr(getattr(module, "config", None), "sliding_window", None)
     mask = mask.get("full_attention") if isinstance(mask, dict) else mask
@@ -53,13 +53,18 @@ def padding_mask(mask: Any, module: nn.Module, offset: int | Tensor | None) -> T
     visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     # A single query sees what the last one sees.
     single = visible.shape[1] == 1
-    if not single and not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
-        return None
-    return visible[:, -1].to(torch.int64)
+    # `generate` makes its masks from padding, if it was given no others.
+    if single or torch.compiler.is_compiling() or GENERATION.get() is not None:
+        return visible[:, -1].to(torch.int64)
+    only = _shows_padding_only(visible, offset)
+    if not given and isinstance(offset, int) and offset == 0 and not only.is_cpu:
+        # Where the mask shows more, tokens are counted as without a mask.
+        return (visible[:, -1] | ~only).to(torch.int64)
+    return visible[:, -1].to(torch.int64) if bool(only) else None
 
 
-def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
-    """Whether every query sees the keys up to itself that the last query sees, and any of the later ones.
+def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> Tensor:
+    """0-dim bool: whether every query sees the keys up to itself that the last query sees, and any of the later ones.
 
     The queries of an image see all its keys in Gemma 3 and PaliGemma.
     """
@@ -70,7 +75,23 @@ def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
     # A padding token sees no keys, or all keys if a kernel does not support rows without keys.
     own_is_real = last[:, 0].gather(1, own.clamp(max=visible.shape[2] - 1).expand(visible.shape[0], -1)).unsqueeze(-1)
     idle = ~own_is_real & (visible == visible[..., :1]).all(-1, keepdim=True)
-    return bool((((earlier <= visible) & (visible <= last)) | idle).all())
+    return (((earlier <= visible) & (visible <= last)) | idle).all()
+
+
+def visible_pairs(mask: Any, query_length: int, key_length: int) -> Tensor | None:
+    """`(batch or 1, heads or 1, query_len or 1, key_len or 1)` bool; `None` if the mask does not show it."""
+    if isinstance(mask, Tensor):
+        if mask.dim() != 4:
+            return None
+        mask = mask[..., :key_length]
+        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if type(mask).__name__ == "BlockMask":
+        from torch.nn.attention.flex_attention import create_mask
+
+        return create_mask(
+            mask.mask_mod, mask.shape[0], mask.shape[1], query_length, key_length, mask.kv_indices.device
+        )
+    return None
 
 
 PartType = TypeVar("PartType", bound=Part)
@@ -136,6 +157,8 @@ class ForwardState:
     rotary_position_ids: Tensor | None = None
     #: Values that the layers of this call share.
     scratch: dict[Hashable, Any] = field(default_factory=dict)
+    #: Values of the host, also for layers that are recomputed.
+    of_host: dict[Hashable, Any] = field(default_factory=dict)
     #: Passed to every `Positions` of this call.
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -166,7 +189,7 @@ class ForwardState:
                 f"The layers of this {type(self.cache_object).__name__} hold different tokens, and it is not known "
                 f"which of them {type(module).__name__} reads. Let all layers drop the same tokens."
             )
-        return dataclasses.replace(self, held=held, scratch={}, memo={})
+        return dataclasses.replace(self, held=held, scratch={}, of_host={}, memo={})
 
     def is_for(self, length: int, device: torch.device) -> bool:
         """Whether this state is that of a module with `length` tokens on `device`, as that of most modules is."""
@@ -290,6 +313,7 @@ class ForwardState:
                 attention_mask=None if mask is None or mask.shape[-1] != end else mask,
                 rotary_position_ids=None,
                 scratch={},
+                of_host={},
             )
         self.require_whole("a layer has other tokens than the model, which it has added itself")
         if length < self.query_length:
@@ -314,15 +338,22 @@ class ForwardState:
             *lengths: numbers of tokens that the value depends on too.
             mask: the mask of the layer, if the value depends on it; layers with and without a window have different
                 masks. It is stored with the value, so that its id cannot be reused.
-            everywhere: whether the value is one of the host, which is the same for all devices.
+            everywhere: whether the value is one of the host. It is the same on all devices, and for layers that are
+                recomputed.
         """
+        values = self.of_host if everywhere and not traced() else self.scratch
         if mask is not None:
-            self.scratch["mask", id(mask)] = mask
+            values["mask", id(mask)] = mask
             counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
             key = (key, id(mask), mask._version if counts else 0)
         device = None if everywhere else self.device
         if lengths and torch.compiler.is_compiling():
             return once_in_graph(self.scratch, (key, device), compute, *lengths)
+        if values is self.of_host:
+            if (key, *lengths) not in values:
+                values[key, *lengths] = compute()
+            found: Value = values[key, *lengths]
+            return found
         key = (key, device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
@@ -337,7 +368,7 @@ class ForwardState:
         return value
 
     def together(
-        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any
+        self, site: DistanceSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any
     ) -> tuple[dict[int, int], Any] | None:
         """What the `of_layers` of a part gives for the layers of a kind, evaluated once per forward and device.
 
@@ -378,7 +409,7 @@ def joins_layers(part: Part | None) -> bool:
     return "of_layers" in vars(type(part))
 
 
-def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
+def parts_of_kind(site: DistanceSite, name: str) -> list[Any]:
     """The parts in the layers of the same kind as that of a site, each once. They differ only in their weights."""
     own, layers = getattr(site.encoding, name), getattr(site.runtime.watch, "encoding", None)
     if layers is None or site.encoding.kind is None:

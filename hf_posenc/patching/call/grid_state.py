@@ -79,7 +79,7 @@ def of_padded_images(shown: Tensor, memo: dict[Hashable, Any]) -> Positions:
     return found.bounded(ids.shape[-1])
 
 
-def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
+def packed(coordinates: Tensor, memo: dict[Hashable, Any], grid: tuple[int, ...] | None = None) -> Positions:
     """The positions of images that follow each other in one row.
 
     A patch at the origin begins an image, or a frame of a video.
@@ -87,6 +87,7 @@ def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
     Args:
         coordinates: `(axes, 1, length)` int64, negative for class tokens.
         memo: as in `Positions`.
+        grid: the sizes of every image, if they are known and equal.
     """
     placed = (coordinates >= 0).all(0)
     image = ((coordinates[:, 0] == 0).all(0).cumsum(0) - 1).clamp(min=0)
@@ -98,7 +99,7 @@ def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
     slots = torch.arange(rows.shape[1], device=rows.device)
     first = slots.new_full((rows.shape[1],), rows.shape[1]).scatter_reduce(0, image, slots, "amin")
     ids = (slots - first.index_select(0, image)).unsqueeze(0)
-    found = Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, memo=memo)
+    found = Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, grid, memo=memo)
     return found.bounded(ids.shape[-1])
 
 
@@ -167,6 +168,8 @@ class GridState(ForwardState):
         shown_patches: `(batch, rows, columns)` bool, the patches of each image in a padded batch, from the first row
             and column on.
         coordinates: `(axes, 1, length)` that the model passes to its rotary module, for images packed in one row.
+        common: the sizes of each image of such a row, if they are equal.
+        single: whether it is a single image, so that its patches have the numbers of their slots.
         hidden_patches: `(batch, patches)` bool, the patches that the model may drop.
         kept: `(batch, patches)` int64, the patches in raster order that remain after others were dropped.
     """
@@ -176,6 +179,8 @@ class GridState(ForwardState):
     pixels: Sizes | None = None
     sizes: Tensor | None = None
     shown_patches: Tensor | None = None
+    common: Sizes | None = None
+    single: bool = False
     hidden_patches: Tensor | None = None
     kept: Tensor | None = None
     has_places: ClassVar[bool] = True
@@ -204,7 +209,7 @@ class GridState(ForwardState):
         if window is not None and math.prod(window) == length:
             tokens.placed = in_raster(window, length, 0, self.device, self.memo)
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
-            given = packed(self.coordinates, self.memo)
+            given = packed(self.coordinates, self.memo, self.common)
         elif self.coordinates is not None and self.coordinates.shape[-1] == 4 * length:
             coarse = merged(self.coordinates)
             given = packed(coarse, {}) if coarse.shape[-1] == length else None
@@ -217,7 +222,7 @@ class GridState(ForwardState):
             if given is None and length - math.prod(self.grid) >= self.suffix_tokens:
                 tokens.placed = in_raster(self.grid, length, self.suffix_tokens, self.device, self.memo)
         if given is not None:
-            tokens.placed, tokens.position_ids = given, given.ids
+            tokens.placed, tokens.position_ids = given, None if self.single else given.ids
         return tokens
 
     def _of_kept(self, grid: Sizes, length: int) -> Positions | None:
@@ -249,8 +254,10 @@ def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any
     state.grid = _of_features(stack.config, given.values()) or _of_pixels(stack.config, pixels_among(given.values()))
     if _SIZES in given:
         state.sizes = given[_SIZES].long()
-    if _SHOWN in given and given[_SHOWN].dim() == 3 and not given[_SHOWN].all():
-        state.shown_patches = given[_SHOWN].bool()
+    shown = given.get(_SHOWN)
+    # Whole images may be treated as padded ones, so a mask on a device is not read.
+    if shown is not None and shown.dim() == 3 and not (shown.is_cpu and shown.all()):
+        state.shown_patches = shown.bool()
     state.hidden_patches = given.get(_HIDDEN)
     if _PACKED_SIZES in given:
         sizes = given[_PACKED_SIZES]
@@ -260,7 +267,11 @@ def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any
     if _PACKED in given and places is not None:
         # A stack whose patches are merged after it has them row by row, whatever its config says.
         merge = getattr(stack, "spatial_merge_size", 1)
-        state.coordinates = places(given[_PACKED], merge).T.unsqueeze(1).long()
+        # The host needs the sizes, so places are made there, and copied.
+        sizes = given[_PACKED].cpu()
+        state.coordinates = places(sizes, merge).T.unsqueeze(1).long().to(given[_PACKED].device)
+        frames, of_frames = int(sizes[:, 0].sum()), {(rows, columns) for _, rows, columns in sizes.tolist()}
+        state.common, state.single = of_frames.pop() if len(of_frames) == 1 else None, frames == 1
     return state
 
 

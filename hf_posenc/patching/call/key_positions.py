@@ -23,9 +23,9 @@ from hf_posenc.patching.call.cache import (
     recorded,
     self_attention_cache,
 )
-from hf_posenc.patching.call.cache_checks import NEGATIVE, negative_positions
-from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, traced
+from hf_posenc.patching.call.cache_checks import NEGATIVE, negative_positions, refuse_negative
+from hf_posenc.patching.call.forward_state import ForwardState, visible_pairs
+from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, require, traced
 
 #: Number of query-key pairs compared at a time.
 _PAIRS = 2**24
@@ -39,17 +39,18 @@ class Regularity:
     Args:
         irregular: whether positions differ from those implied by the mask and the slots.
         even: whether all real tokens are as far apart as their slots; a 0-dim boolean tensor in a compiled graph,
-            which cannot inspect it.
+            which cannot inspect it; `None` if nobody has looked.
     """
 
     irregular: bool
-    even: bool | Tensor
+    even: bool | Tensor | None
 
 
 def regularity(state: ForwardState) -> Regularity:
     """The regularity of the positions of a call, computed once for all layers.
 
-    Without `position_ids` and a mask, no tensor is inspected. With them, the flags are read from the device once.
+    Without `position_ids`, no tensor on a device is read. With them, the flags of a call are read once if it has a
+    cache, on which the positions are recorded.
 
     Raises:
         UnsupportedError: if the positions of cached tokens cannot be determined.
@@ -68,12 +69,13 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
         if state.offset is None and key_length == state.query_length:
             # In continuous batching, a layer maps the new keys before they are written to their pages.
             return own
-        found = regularity(state)
         slots = torch.arange(key_length, device=own.ids.device) + first_slot
         if _cache_is_empty(state) and key_length == state.query_length:
+            _check_positions(state)
             if state.position_ids is None or _usable_mask(state) is None:
                 return own
             return dataclasses.replace(own, ids=own.ids.where(_real_at(state, slots, own.ids), -1))
+        found = regularity(state)
         ids = _ids_at(state, slots, own.ids, found.irregular)
         if found.irregular:
             real = _real_at(state, slots, ids)
@@ -101,11 +103,11 @@ def all_positions_below(state: ForwardState, end: int) -> bool:
         if state.positions().ids.is_meta:
             return False
         # Refuses unsupported positions in the first call already, and records the caller's positions on the cache.
-        regularity(state)
+        _check_positions(state)
         if state.position_ids is None and isinstance(state.offset, int):
             return state.offset + state.query_length <= end
         # A real position between the two may be that of a query with far keys.
-        return bool((state.positions().ids <= end - 1).all())
+        return state.positions().ids.is_cpu and bool((state.positions().ids <= end - 1).all())
 
     return state.shared(("all stand before", end), look, everywhere=True)
 
@@ -127,18 +129,70 @@ def slot_distances_are_exact(
     if (state.position_ids is not None or state.attention_mask is not None) and exporting():
         # A program must be correct for every mask, and its bias is a matrix anyway.
         return False
-    found = regularity(state)
-    if found.even is True or state.position_ids is None:
-        return found.even
+    if state.position_ids is not None and isinstance(mask, Tensor) and mask.dim() == 4 and _records_nothing(state):
+        # The visible pairs show all that is asked, so one flag is read.
+        _check_positions(state)
+    else:
+        even = _is_even(state)
+        if even is True or state.position_ids is None:
+            return even
 
     def compare() -> bool | Tensor:
         visible = visible_pairs(mask, state.query_length, key_length)
         if visible is None:
-            return found.even
+            return _is_even(state)
         even = _has_even_spacing_where(visible, state, first_slot, key_length)
         return even if torch.compiler.is_compiling() else bool(even)
 
-    return state.shared("even", compare, key_length, mask=mask)
+    return state.shared("even", compare, key_length, mask=mask, everywhere=not torch.compiler.is_compiling())
+
+
+def _records_nothing(state: ForwardState) -> bool:
+    """Whether the positions of a call are on a device, and there is no cache on which they would be recorded."""
+    starts = _cache_is_empty(state) and state.cache_object is None and state.sequence is None
+    return starts and not traced() and not state.positions().ids.is_cpu
+
+
+def bound_of_unread(state: ForwardState) -> int | None:
+    """A number that all positions of a call on a device are below, if nobody has read whether they have gaps.
+
+    They are counted over a mask, or are the numbers of patches.
+    """
+    if traced() or state.positions().ids.is_cpu:
+        return None
+    if state.of_grid and state.position_ids is not None:
+        return state.positions().bound()
+    mask = _usable_mask(state)
+    # `generate` reads the mask of a prompt once, so that no step looks up its pairs.
+    generates = state.cache_object is not None and GENERATION.get() is not None
+    if mask is None or state.position_ids is not None or generates:
+        return None
+    found = regularity(state)
+    return mask.shape[1] if found.even is None and not found.irregular else None
+
+
+def _check_positions(state: ForwardState) -> None:
+    """Refuses unsupported positions, and records those of the caller on the cache."""
+    if not _records_nothing(state):
+        regularity(state)
+    elif state.position_ids is not None:
+        state.shared("negative", lambda: refuse_negative(state, state.positions().ids, 0))
+
+
+def _is_even(state: ForwardState) -> bool | Tensor:
+    """Whether all real tokens of a call are as far apart as their slots, read from a device if somebody asks."""
+    found = regularity(state)
+    if found.even is None and found.irregular:
+        own = state.positions().ids
+        slots = torch.arange(int(state.offset or 0) + state.query_length, device=own.device)
+        ids = _ids_at(state, slots, own, irregular=True)
+        found.even = bool(_has_even_spacing(ids, _real_at(state, slots, ids)))
+    elif found.even is None:
+        mask, known = _usable_mask(state), recorded(state.cache_object)
+        found.even = mask is None or bool(_has_even_spacing(counted_tokens(mask)))
+        if known is not None:
+            known.even = found.even
+    return found.even
 
 
 def require_window(state: ForwardState) -> None:
@@ -176,12 +230,13 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     own, offset, mask = state.positions().ids, state.offset, _usable_mask(state)
     differs = None if state.position_ids is None else differs_from_expected(state, own)
     device = own.device
-    known = None if isinstance(offset, int) and offset == 0 else state.held or recorded(state.cache_object)
-    if known is not None and known.even is not None and differs is None and _goes_on(state):
+    known = None if _cache_is_empty(state) else state.held or recorded(state.cache_object)
+    on_device = not (own.is_cpu or own.is_meta)
+    follows = known is not None and known.ids is None and (known.even is not None or on_device)
+    if known is not None and follows and differs is None and _goes_on(state):
         assert state.end is not None
         record(state.cache_object, CachedPositions(state.end, mask=mask, even=known.even))
         return Regularity(irregular=False, even=known.even)
-    holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)))
     if own.is_meta:
         return Regularity(irregular=False, even=True)
     if state.cache_changed and known is not None and int(offset or 0) > 0:
@@ -193,26 +248,34 @@ def _compute_regularity(state: ForwardState) -> Regularity:
             assert_in_graph(~doubt, _UNKNOWN_POSITIONS)
         if negative is not None:
             assert_in_graph(~negative, NEGATIVE)
-        return _compiled(state, own, differs, holes)
-    if doubt is not None and bool(doubt):
-        raise UnsupportedError(_UNKNOWN_POSITIONS)
+        return _compiled(state, own, differs, _holes(mask, device))
+    if doubt is not None:
+        require(~doubt, _UNKNOWN_POSITIONS, UnsupportedError)
     counted_anew = None if known is None else _counted_anew(known, mask, offset)
     if differs is not None:
         differs = differs | _moved_behind_mask(state, known, own)
-    flags = [flag.to(device) for flag in (negative, differs, counted_anew, holes) if flag is not None]
-    found = iter(torch.stack(flags).tolist() if flags else ())
-    if negative is not None and next(found):
-        raise SequenceLengthError(NEGATIVE)
-    stated = differs is not None and next(found)
-    recounted = counted_anew is not None and next(found)
-    if not (stated or recounted) and (known is None or known.ids is None):
-        even = holes is None or not next(found)
-        if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
-            # Under a mask that does not show padding, the positions of an accepted cache stay open.
-            by_next_mask = known is not None and known.by_next_mask and state.mask_hides_padding
-            found_here = CachedPositions(offset + state.query_length, mask=mask, by_next_mask=by_next_mask, even=even)
-            record(state.cache_object, found_here)
-        return Regularity(irregular=False, even=even)
+    if differs is None and on_device and (known is None or known.ids is None):
+        # No position depends on a value, unless the mask shows other cached tokens than before.
+        if counted_anew is not None:
+            assert_in_graph(~counted_anew, _OTHER_TOKENS)
+        _record_regular(state, known, None)
+        return Regularity(irregular=False, even=None)
+    stated = differs is not None and on_device and known is not None and known.ids is not None
+    if stated:
+        # Positions of cached tokens are given, and so are those of new ones: it does not matter which were expected.
+        refuse_negative(state, own, 0)
+    else:
+        gaps = _holes(mask, device)
+        flags = [flag.to(device) for flag in (negative, differs, counted_anew, gaps) if flag is not None]
+        found = iter(torch.stack(flags).tolist() if flags else ())
+        if negative is not None and next(found):
+            raise SequenceLengthError(NEGATIVE)
+        stated = differs is not None and next(found)
+        recounted = counted_anew is not None and next(found)
+        if not (stated or recounted) and (known is None or known.ids is None):
+            even = gaps is None or not next(found)
+            _record_regular(state, known, even)
+            return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
     if not stated and known is not None and not known.by_next_mask and cached and state.held is None:
         farthest = known.at(torch.arange(cached, device=device)).amax(-1)
@@ -223,7 +286,22 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     real = _real_at(state, slots, ids)
     if state.held is None:
         record(state.cache_object, CachedPositions(len(slots), ids.where(real | (slots < cached), -1)))
-    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, real)))
+    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, real)) if own.is_cpu else None)
+
+
+def _holes(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)))
+
+
+def _record_regular(state: ForwardState, known: CachedPositions | None, even: bool | None) -> None:
+    """Records on the cache that positions are counted over the mask or the slots."""
+    offset = state.offset
+    if state.cache_object is None or offset is None or (known is None and int(offset) != 0):
+        return
+    # Under a mask that does not show padding, the positions of an accepted cache stay open.
+    later = known is not None and known.by_next_mask and state.mask_hides_padding
+    mask, length = _usable_mask(state), offset + state.query_length
+    record(state.cache_object, CachedPositions(length, mask=mask, by_next_mask=later, even=even))
 
 
 def _goes_on(state: ForwardState) -> bool:
@@ -295,6 +373,12 @@ def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
 _UNKNOWN_POSITIONS = (
     "position_ids of this call or of cached tokens differ from those of the mask or the slots and were not recorded. "
     "Pass the whole sequence with use_cache=False, or leave out position_ids or torch.compile when filling the cache."
+)
+
+
+_OTHER_TOKENS = (
+    "The mask of this call shows other cached tokens than the mask with which they were cached, which counts their "
+    "positions anew. Pass position_ids to every call that continues this cache."
 )
 
 
@@ -384,33 +468,22 @@ def _real_at(state: ForwardState, slots: Tensor, ids: Tensor) -> Tensor:
 
 def _has_even_spacing(ids: Tensor, real: Tensor | None = None) -> Tensor:
     """Whether the real tokens of every row are as far apart as their slots; by default, those with `ids >= 0`."""
-    shift = ids - torch.arange(ids.shape[1], device=ids.device)
-    real = ids >= 0 if real is None else real
-    most, least = shift.where(real, -_FARTHEST).amax(-1), shift.where(real, _FARTHEST).amin(-1)
+    least, most = shifts(ids, ids >= 0 if real is None else real)
     return (most <= least).all()
 
 
-def visible_pairs(mask: Any, query_length: int, key_length: int) -> Tensor | None:
-    """`(batch or 1, heads or 1, query_len or 1, key_len or 1)` bool; `None` if the mask does not show it."""
-    if isinstance(mask, Tensor):
-        if mask.dim() != 4:
-            return None
-        mask = mask[..., :key_length]
-        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    if type(mask).__name__ == "BlockMask":
-        from torch.nn.attention.flex_attention import create_mask
-
-        return create_mask(
-            mask.mask_mod, mask.shape[0], mask.shape[1], query_length, key_length, mask.kv_indices.device
-        )
-    return None
+def shifts(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """`(batch,)` each: by how much the positions of real tokens are at least, and at most, more than their slots."""
+    shift = ids - torch.arange(ids.shape[1], device=ids.device)
+    return shift.where(real, _FARTHEST).amin(-1), shift.where(real, -_FARTHEST).amax(-1)
 
 
 def _has_even_spacing_where(visible: Tensor, state: ForwardState, first_slot: int | Tensor, key_length: int) -> Tensor:
     own, offset = state.positions().ids, state.offset
     assert offset is not None
     key_slots = torch.arange(key_length, device=own.device) + first_slot
-    of_keys = _ids_at(state, key_slots, own, regularity(state).irregular) - key_slots
+    irregular = _records_nothing(state) or regularity(state).irregular
+    of_keys = _ids_at(state, key_slots, own, irregular) - key_slots
     query_slots = torch.arange(state.query_length, device=own.device) + offset
     of_queries, real = own - query_slots, _real_at(state, query_slots, own)
     rows = state.query_length

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.attention.block_attention import without_autocast
-from hf_posenc.attention.forms import (
-    BiasForm,
-    FusedForm,
-    RowsForm,
-    distance_form,
-    first_key_slot,
-    sum_of_forms,
-)
+from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm, sum_of_forms
 from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
+from hf_posenc.patching.call.distance_site import DistanceSite
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
-from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, joins_layers, parts_of_kind
-from hf_posenc.patching.call.key_positions import (
-    key_positions,
-    positions_never_decrease,
-    require_window,
-    slot_distances_are_exact,
-)
-from hf_posenc.patching.forwards import PlacedForward
+from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import (
     HIDDEN,
@@ -42,7 +27,6 @@ from hf_posenc.schemes.parts import (
 )
 from hf_posenc.schemes.positions import (
     AttentionPairs,
-    KeptValues,
     Positions,
     assert_in_graph,
     traced,
@@ -57,13 +41,9 @@ if TYPE_CHECKING:
 
 #: Of `query . key`, of the query and of the key.
 Factors = tuple[Factor, Factor, Factor]
-_UNEVEN = (
-    "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
-    "a compiled graph uses the distances between slots. Run this call without torch.compile."
-)
 
 
-class LogitSite(PlacedForward):
+class LogitSite(DistanceSite):
     """Computes the changes that a scheme makes to the logits of one attention module.
 
     The module is an ordinary attribute, so that deep copies and pickles of a site refer to the copied module.
@@ -216,104 +196,6 @@ class LogitSite(PlacedForward):
                 call.rotation = rotation.factors(features, keys, key.dtype, cached)
             return apply_rotation(key, call.rotation, rotation.layout)
 
-    def _places(
-        self, state: ForwardState, query_length: int, key_length: int, as_cached: bool = False
-    ) -> tuple[Positions, Tensor]:
-        """The positions of the keys, and for each query the index of the key of the same token."""
-
-        def find() -> tuple[Positions, Tensor]:
-            query_start, key_start = self.key_start(state, query_length, key_length)
-            slots = torch.arange(query_length, device=state.device) + (query_start - key_start)
-            return key_positions(state, key_start, key_length, as_cached), slots
-
-        return state.shared(("pairs", as_cached), find, query_length, key_length)
-
-    def distance_form_of(
-        self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
-    ) -> BiasForm:
-        """The form of a distance bias, for the arguments of the method `bias`; layers with the same part share it."""
-        query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
-
-        def find() -> tuple[int | Tensor, bool | Tensor]:
-            offset, first = self.key_start(state, query_length, key_length)
-            return offset, slot_distances_are_exact(state, first, key_length, mask)
-
-        offset: int | Tensor = 0
-        of_slots: bool | Tensor = True
-        given = state.position_ids is not None or state.attention_mask is not None or state.cache_object is not None
-        if given or not isinstance(state.offset, int) or state.offset != 0:
-            offset, of_slots = state.shared("slots", find, query_length, key_length, mask=mask)
-        if isinstance(of_slots, Tensor) and query_length > 1:
-            # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
-            assert_in_graph(of_slots, _UNEVEN)
-        elif of_slots is not True:
-            # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
-            restarts = mask is None and query.shape[0] == 1
-            return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
-
-        def compute() -> FusedForm:
-            joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
-            if query_length == 1:
-                biases = parts_of_kind(self, "logit_bias") if joined else [bias]
-                kept = kept_rows(biases, state, key_length)
-                if kept is not None:
-                    index = biases.index(bias)
-                    return FusedForm(kept[0][index, 0, :, 0], 1, key_length, kept[1][index])
-            found = self.vectors_of_layers(state, query_length, key_length, mask) if joined else None
-            if found is not None:
-                return FusedForm(found[1][found[0][id(bias)]], query_length, key_length)
-            form = distance_form(state.own(bias), offset, query_length, key_length, device)
-            shared = torch.compiler.is_compiling() or state.may_be_of_layers()
-            return form if shared else dataclasses.replace(form, of_layers=False)
-
-        return state.shared(("bias", id(bias)), compute, query_length, key_length)
-
-    def vectors_of_layers(
-        self, state: ForwardState, query_length: int, key_length: int, mask: Any
-    ) -> tuple[dict[int, int], Tensor] | None:
-        """The distance biases of layers together, `(layers, heads, query_len + key_len - 1)`, for their gradients.
-
-        Those of later keys are 0 if no query sees any. Without gradients each layer computes its own, so that rounding
-        does not depend on whether positions have gaps.
-        """
-        if query_length + key_length > FEW_TOKENS or not torch.is_grad_enabled():
-            return None
-        # A query without keys has the mean of all values in modules that compute their scores, later ones included.
-        all_see_keys = mask is None and state.attention_mask is None
-        unseen = query_length - 1 if all_see_keys and self.encoding.causal else 0
-
-        def distances() -> tuple[Tensor]:
-            offset, first = self.key_start(state, query_length, key_length)
-            count = query_length + key_length - 1
-            return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
-
-        lengths = (query_length, key_length, unseen)
-        found = state.together(self, "logit_bias", distances, *lengths)
-        if found is None or not unseen:
-            return found
-        key = ("with later keys", id(found[0]))
-        return found[0], state.shared(key, lambda: nn.functional.pad(found[1], (0, unseen)), *lengths)
-
-    def _form_of_positions(
-        self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int, folds: bool, restarts: bool
-    ) -> BiasForm:
-        """The distance bias when distances between positions differ from those between slots, which is slower.
-
-        Distances are subtracted as integers and then scaled. A number per key would be rounded at the size of the
-        positions, so that a far token would cost near ones their precision. Only kernels without a bias receive it.
-        """
-        _, first = self.key_start(state, query_length, key_length)
-        keys, query_slots = self._places(state, query_length, key_length)
-        own_bias, linear = state.own(bias), folds and self.encoding.causal
-        slopes = own_bias.slopes_behind(keys.ids.device) if linear and own_bias.states_slopes else None
-        if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
-            # Relative to the first position, so that no later token changes the values of earlier ones.
-            steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
-            return FusedForm.of_keys(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
-
-        queries = keys.ids.index_select(-1, query_slots)
-        return form_of_places([own_bias], queries, keys.ids, self.encoding.num_heads)
-
     def _scaled_form(self, form: BiasForm, state: ForwardState) -> RowsForm:
         scale, bias = self.scale(state), self.encoding.logit_bias
         hides = isinstance(bias, PairwiseBias) and bias.hides_pairs
@@ -375,61 +257,6 @@ class LogitSite(PlacedForward):
         if factor.shape[1] != 1:
             check_heads(factor.shape[1], query.shape[1])
         return query * factor.unsqueeze(-1).to(query.dtype)
-
-    def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
-        """Slots of the first query and of the first key."""
-        offset = key_length - query_length if state.offset is None else state.offset
-        first = first_key_slot(offset, query_length, key_length)
-        if isinstance(first, int) and first > 0:
-            require_window(state)
-        return offset, first
-
-
-def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor, heads: int) -> RowsForm:
-    """The sum of distance biases, computed for every pair.
-
-    Args:
-        biases: the biases, on the device of the positions.
-        queries: `(batch or 1, query_len)`, the positions of the queries.
-        keys: `(batch or 1, key_len)`, those of the keys.
-        heads: number of heads.
-    """
-
-    def compute(start: int, stop: int, key_count: int) -> Tensor:
-        distance = keys[:, None, :key_count] - queries[:, start:stop, None]
-        with without_autocast(distance.device):
-            per_head: Tensor = functools.reduce(torch.add, (bias(distance) for bias in biases))
-        return per_head.transpose(0, 1)
-
-    return RowsForm(compute, queries.shape[-1], keys.shape[-1], heads)
-
-
-def kept_rows(
-    biases: Sequence[DistanceBias], state: ForwardState, key_length: int
-) -> tuple[Tensor, list[Tensor | None]] | None:
-    """The biases of a single query that is the newest token, from values of twice the length that a cache keeps.
-
-    Returns:
-        `(layers, 1, heads, 1, key_len)`, and the slopes of those that have any. `None` if values cannot be kept: with
-        gradients, in a compiled graph, without a cache, or if there are keys after the query, as in a static cache.
-    """
-    kept: KeptValues | None = state.memo.get(KeptValues)
-    if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
-        return None
-
-    def compute() -> tuple[Tensor, list[Tensor | None]]:
-        own = [state.own(bias) for bias in biases]
-        distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
-        slopes = [one.slopes_behind(distances.device) if one.states_slopes else None for one in own]
-        return torch.stack([one(distances) for one in own])[:, None, :, None], slopes
-
-    key = ("kept rows", id(biases[0]), key_length, state.device)
-    known: tuple[Tensor, list[Tensor | None]] | None = state.scratch.get(key)
-    if known is None:
-        name = f"bias on {state.device}"
-        values, slopes = kept.of(biases, name, compute, lambda known: known[0].shape[-1] >= key_length)
-        known = state.scratch[key] = values.narrow(-1, values.shape[-1] - key_length, key_length), slopes
-    return known
 
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, site: LogitSite) -> BiasForm:

@@ -28,7 +28,14 @@ from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.outside_stack import is_outside, state_of_layer
-from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed, WithOverrides
+from hf_posenc.patching.forwards import (
+    OfStack,
+    PlacedForward,
+    Viewed,
+    WithOverrides,
+    forward_parameters,
+    named_arguments,
+)
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
@@ -302,10 +309,12 @@ def _placeholder(phases: Any) -> Any:
 
 #: Sines and cosines `(length, width)`.
 _PHASES = "embed_positions"
+#: Zeros.
+_TYPES = "token_type_ids"
 #: A causal mask `(1, 1, length, length)`.
 _MASK = "bias"
 #: The buffers, and their numbers of axes. Those of ids are `(1, length)`.
-_BUFFERS = {"position_ids": 2, "token_type_ids": 2, _PHASES: 2, _MASK: 4}
+_BUFFERS = {"position_ids": 2, _TYPES: 2, _PHASES: 2, _MASK: 4}
 #: The length of a mask grows to a multiple of this, because its size is the square.
 _MASK_STEP = 256
 #: Length of the buffers in an exported program, which cannot extend them.
@@ -324,6 +333,8 @@ class SlotBuffers:
         self.native_lengths: list[tuple[nn.Module, str, int]] = []
         #: Measured before the first call, because a graph is made for the value that it finds.
         self.shortest: int | None = None
+        #: The names of buffers that positions index.
+        self.indexed: set[str] = set()
         self.rows_before = rows_before
 
     def reach(self, stack: nn.Module, length: int, *, masks: bool = True) -> None:
@@ -352,13 +363,37 @@ class SlotBuffers:
 
     def measure(self, stack: nn.Module) -> None:
         """Finds the length of the shortest buffer, 0 without any."""
-        self.shortest = min((_length(name, buffer) for _, name, buffer in _slot_buffers(stack)), default=0)
+        buffers = _slot_buffers(stack)
+        self.shortest = min((_length(name, buffer) for _, name, buffer in buffers), default=0)
+        self.indexed = {name for _, name, _ in buffers} & {_TYPES, _PHASES}
 
-    def reach_positions(self, stack: nn.Module, position_ids: Tensor) -> None:
-        """Same as `reach` for positions passed by the caller, by which BERT indexes its token types, but not masks."""
+    def reach_positions(
+        self,
+        stack: nn.Module,
+        position_ids: Tensor,
+        tokens: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Same as `reach` for positions passed by the caller, by which BERT indexes its token types, but not masks.
+
+        Positions on a device are not read where the call may be given its token types instead.
+
+        Returns:
+            The keyword arguments of the call.
+        """
         if self.shortest == 0 or position_ids.is_meta or torch.compiler.is_compiling():
-            return
+            return kwargs
+        if self.shortest is None:
+            self.measure(stack)
+        names = [*forward_parameters(type(stack))][1:]
+        if not position_ids.is_cpu and self.indexed == {_TYPES} and tokens is not None and _TYPES in names:
+            if named_arguments(stack, args, kwargs).get(_TYPES) is not None:
+                return kwargs
+            if names.index(_TYPES) >= len(args):
+                return kwargs | {_TYPES: tokens.new_zeros(tokens.shape[:2], dtype=torch.long)}
         self.reach(stack, int(position_ids.max()) + 1, masks=False)
+        return kwargs
 
     def restore(self) -> None:
         """Restores the native length of every buffer, on its current device."""

@@ -432,14 +432,14 @@ class StackForward(PlacedForward):
             given = arguments.get("position_ids")
             given = None if given is None else for_every_token(one_axis(given), tokens)
             if given is not None:
-                self.runtime.slots.reach_positions(stack, given)
+                kwargs = self.runtime.slots.reach_positions(stack, given, tokens, args, kwargs)
             state, columns = evicting_state(cache, stack, tokens, given, arguments.get("attention_mask"))
             if columns is not None:
-                args, kwargs = (), arguments | {"attention_mask": columns}
+                args, kwargs = (), arguments | kwargs | {"attention_mask": columns}
             return state, args, kwargs
         mask = arguments.get("attention_mask")
-        padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = arguments.get("position_ids"), None
+        padding = None if mask is None else padding_mask(mask, stack, offset, position_ids is not None)
         if position_ids is not None:
             position_ids, coordinates = split_axes(position_ids, self.runtime, cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
@@ -449,7 +449,7 @@ class StackForward(PlacedForward):
         counted = position_ids if generation is not None and coordinates is None and shows_padding else None
         position_ids = position_ids if counted is None else None
         if position_ids is not None:
-            self.runtime.slots.reach_positions(stack, position_ids)
+            kwargs = self.runtime.slots.reach_positions(stack, position_ids, tokens, args, kwargs)
         token_ids = arguments.get("input_ids")
         changed = cache is not None and not matches_keys(cache)
         if features is not None:

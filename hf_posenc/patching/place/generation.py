@@ -178,7 +178,8 @@ class CheckedGenerate(CheckedMethod):
         stock = all(getattr(one, "__func__", None) is getattr(GenerationMixin, name, None) for name, one in own.items())
         # The rows of RoBERTa's table do not begin at 0.
         shifted = any(site.table.origin for site in self.encoding.record.placed(TableSite))
-        return stock and not shifted and kwargs.get("position_ids") is None
+        mask = kwargs.get("attention_mask")
+        return stock and not shifted and kwargs.get("position_ids") is None and (mask is None or mask.dim() == 2)
 
 
 #: Attribute of the manager that `generate_batch(persistent_manager=True)` keeps on the model for later calls.

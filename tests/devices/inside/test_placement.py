@@ -10,13 +10,14 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_posenc import PositionEncodingError, extend_context, inspect_model, native_scheme, patch_model, unpatch_model
 from tests.attention.block_sizes import set_sizes
 from tests.devices import spreading
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS
-from tests.matrix.running import tokens
+from tests.kits.decoding import decoded, left_padding
+from tests.matrix.running import LENGTH, tokens
 from tests.thinning import mostly_slow
 
 #: Relative, of float32. The layers round alike on every device, but the CPU's own kernels add in another order.
@@ -24,7 +25,6 @@ CLOSE = 2e-5
 _FIRST, _SECOND = spreading.first(), spreading.second("split")
 #: The others load as Llama does.
 LOADED = ("none", "t5", "alibi", "rope", "learned", "sinusoidal", "forget_gate", "fire", "cope", "composed")
-NATIVE = {"llama": "rope", "llava": "rope", "bert": "learned", "t5": "t5"}
 
 
 def built(subject: str, scheme: str) -> Any:
@@ -33,6 +33,13 @@ def built(subject: str, scheme: str) -> Any:
         return SUBJECTS[subject].model(scheme)
     except (PositionEncodingError, ValueError) as refused:
         pytest.skip(str(refused)[:100])
+
+
+def stock_model(subject: str) -> Any:
+    """The model without a patch on the CPU; the same weights as those of a patched one."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        return SUBJECTS[subject].build().eval()
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
@@ -127,8 +134,7 @@ def test_a_device_map_of_the_stock_model_loads_and_dispatches_a_patched_one(
             "safetensors cannot read to this device, and a stock BERT gets wrong weights from disk in half of runs"
         )
     wanted = SUBJECTS[subject].outputs(model, "cpu")
-    with torch.device("cpu"):
-        stock = SUBJECTS[subject].build()
+    stock = stock_model(subject)
     device_map = {"": _FIRST} if placement == "one" else spreading.device_map(stock, placement)
     assert not any("position_encoding" in name for name in device_map)
     model.save_pretrained(tmp_path / "saved")
@@ -148,9 +154,35 @@ def _check(model: PreTrainedModel, subject: str, scheme: str, wanted: Tensor, fo
     with torch.device("cpu"):
         again = type(model).from_pretrained(folder / "again", attn_implementation="eager").eval()
         assert close(SUBJECTS[subject].outputs(again, "cpu"), wanted)
+        stock = SUBJECTS[subject].outputs(stock_model(subject), "cpu")
     inspect_model(model)
     unpatch_model(model)
-    assert close(SUBJECTS[subject].outputs(model, _FIRST), wanted) == (scheme == NATIVE.get(subject))
+    assert close(SUBJECTS[subject].outputs(model, _FIRST), stock)
+
+
+@pytest.mark.parametrize("scheme", ["t5", "alibi", "kerple", "fire", "composed"])
+@pytest.mark.parametrize("subject", ["llama", "bert"])
+@torch.no_grad()
+def test_masks_with_gaps_give_what_they_give_on_the_cpu(subject: str, scheme: str) -> None:
+    """In a call, and in one that continues a cache; each row has other gaps, or none."""
+    model, reference = built(subject, scheme), built(subject, scheme)
+    model = spreading.spread(model.to(_FIRST))
+    for one in (model, reference):
+        one.set_attn_implementation("sdpa")
+    with torch.device("cpu"):
+        ids, mask = tokens(), torch.ones(2, LENGTH, dtype=torch.long)
+        mask[0, 5:7] = mask[1, :2] = 0
+        for shown in (mask, left_padding(LENGTH, 3), mask[1:].expand(2, -1)):
+            wanted, real = reference(input_ids=ids, attention_mask=shown).logits, shown.bool()
+            found = model(input_ids=ids.to(_FIRST), attention_mask=shown.to(_FIRST)).logits.cpu()
+            assert close(found[real], wanted[real])
+        if subject == "llama":
+            longer = torch.cat([mask, mask], 1)
+            pieces = (LENGTH, 7, 1, 1, 5)
+            wanted = decoded(reference, torch.cat([ids, ids], 1), DynamicCache(), pieces, attention_mask=longer)
+            both = torch.cat([ids, ids], 1).to(_FIRST)
+            found = decoded(model, both, DynamicCache(), pieces, attention_mask=longer.to(_FIRST)).cpu()
+            assert close(found[longer.bool()], wanted[longer.bool()])
 
 
 @pytest.mark.parametrize(
