@@ -52,9 +52,8 @@ def padding_mask(mask: Any, module: nn.Module, offset: int | Tensor | None, give
     # A finite penalty does not hide a key.
     visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     # A single query sees what the last one sees.
-    single = visible.shape[1] == 1
     # `generate` makes its masks from padding, if it was given no others.
-    if single or torch.compiler.is_compiling() or GENERATION.get() is not None:
+    if visible.shape[1] == 1 or torch.compiler.is_compiling() or GENERATION.get() is not None:
         return visible[:, -1].to(torch.int64)
     only = _shows_padding_only(visible, offset)
     if not given and isinstance(offset, int) and offset == 0 and not only.is_cpu:
@@ -350,10 +349,9 @@ class ForwardState:
         if lengths and torch.compiler.is_compiling():
             return once_in_graph(self.scratch, (key, device), compute, *lengths)
         if values is self.of_host:
-            if (key, *lengths) not in values:
-                values[key, *lengths] = compute()
-            found: Value = values[key, *lengths]
-            return found
+            key = (key, *lengths)
+            values[key] = values[key] if key in values else compute()
+            return cast("Value", values[key])
         key = (key, device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
