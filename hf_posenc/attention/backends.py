@@ -78,9 +78,14 @@ _READS_MASK: dict[Function, bool] = {}
 _OTHER_FEATURES = ("dropout", "softcap", "s_aux", "output_attentions")
 
 
+def written_in(function: Any) -> str:
+    """The module with the code of a function. `functools.wraps` gives a wrapper the `__module__` of another one."""
+    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+
+
 def is_stock_sdpa(function: Function) -> bool:
     """Whether a function is transformers' own sdpa, outside of function transforms."""
-    return getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
+    return written_in(function) == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
 
 
 def is_single_query_of_sdpa(call: AttentionCall) -> bool:
@@ -140,7 +145,7 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
         call = replace(call, kwargs=call.kwargs | {"kernel_options": options})
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return functools.partial(_attend_looking_up, call, form)
-    stock_sdpa = getattr(function, "__module__", "") == _STOCK_SDPA
+    stock_sdpa = written_in(function) == _STOCK_SDPA
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         return functools.partial(_attend_in_math, call, form)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_posenc.attention.backends import written_in
 from hf_posenc.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def unknown_seam(found: str) -> UnsupportedError:
 def registered_function(config: PreTrainedConfig) -> Any:
     """The attention function of a model if other code than transformers has registered it, else `None`."""
     found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
-    return None if getattr(found, "__module__", "transformers").startswith("transformers") else found
+    return None if found is None or written_in(found).startswith("transformers") else found
 
 
 class OfStack:
