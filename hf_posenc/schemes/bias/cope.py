@@ -28,7 +28,10 @@ class CopeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        products, steps = (pairs.query.float() @ pairs.keys.kept(self, "tables", self._tables)).chunk(2, dim=-1)
+        query, factor = pairs.query.float(), pairs.query_factor
+        if isinstance(factor, Tensor) or factor != 1:
+            query = query / factor
+        products, steps = (query @ pairs.keys.kept(self, "tables", self._tables)).chunk(2, dim=-1)
         far = self._keys_beyond_the_table(pairs)
         positions = self._positions(pairs, far)
         row = positions.long()
