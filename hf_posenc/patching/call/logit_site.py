@@ -69,6 +69,9 @@ class LogitSite(PlacedForward):
     The module is an ordinary attribute, so that deep copies and pickles of a site refer to the copied module.
     """
 
+    #: Whether the mask of a call is known, so that a causal layer without one lets no query see later keys.
+    knows_mask = False
+
     def check_head_count(self, query: Tensor) -> None:
         """Checks the number of heads if the scheme has values for individual heads."""
         encoding = self.encoding
@@ -280,7 +283,7 @@ class LogitSite(PlacedForward):
             return None
         # A query without keys has the mean of all values in modules that compute their scores, later ones included.
         all_see_keys = mask is None and state.attention_mask is None
-        unseen = query_length - 1 if all_see_keys and self.encoding.causal else 0
+        unseen = query_length - 1 if all_see_keys and self.encoding.causal and self.knows_mask else 0
 
         def distances() -> tuple[Tensor]:
             offset, first = self.key_start(state, query_length, key_length)
