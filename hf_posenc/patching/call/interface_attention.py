@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa
+from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa, written_in
 from hf_posenc.attention.block_attention import AttentionCall, single_query_attention
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.scores import in_parts
@@ -43,6 +43,7 @@ from hf_posenc.patching.forwards import (
     PlacedForward,
     functions_called,
     in_decorators,
+    is_of_transformers,
     names_used,
     rebind,
     unknown_seam,
@@ -99,6 +100,7 @@ class InterfaceAttention(Rebound, AttentionSite):
     """
 
     rebound = ("_forward", "_rotary_only_forward")
+    knows_mask = True
 
     def __init__(
         self,
@@ -220,7 +222,11 @@ class InterfaceAttention(Rebound, AttentionSite):
     ) -> Any:
         """Called in place of the attention function."""
         call = self.calls.top
-        assert call is not None
+        if call is None:
+            raise UnsupportedError(
+                f"The attention function of a {type(self.module).__name__} was called outside of its forward. A module "
+                "that recomputes a part of itself (gradient checkpointing) does so. Checkpoint whole layers instead."
+            )
         if query.shape[2] < call.hidden_states.shape[1]:
             self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
@@ -370,9 +376,20 @@ class InterfaceAttention(Rebound, AttentionSite):
         """What the module has multiplied its queries and its keys with, if its kernel multiplies by `scaling`."""
         if self.operand_factors is not None:
             return self.operand_factors
-        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
         own = getattr(self.module, "scaling", None)
-        return own if isinstance(own, float) and isinstance(scaling, float | int) and scaling == 1 else 1.0, 1.0
+        if not isinstance(own, float) or isinstance(scaling, Tensor) or scaling != 1 or own == 1:
+            return 1.0, 1.0
+        if getattr(self.encoding.logit_bias, "reads_heads", False) and not is_of_transformers(
+            written_in(inspect.unwrap(self._decorated))
+        ):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
+                "with scaling=1. The bias of this scheme reads queries and keys, and it is not known what they were "
+                "multiplied with before. Pass the factor as scaling, or declare it with hf_posenc.register_architecture"
+                f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
+            )
+        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
+        return own, 1.0
 
     @property
     def default_scaling(self) -> float:
@@ -389,7 +406,16 @@ class InterfaceReplacement:
 
     def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
         """The attention function of the site."""
-        function = self.interface.get_interface(implementation, default)
+        return self._replaced(implementation, self.interface.get_interface(implementation, default), default)
+
+    def __getitem__(self, implementation: str) -> Callable[..., Any]:
+        """The same, for code that was written for earlier versions of transformers."""
+        function = self.interface[implementation]
+        return self._replaced(implementation, function, function)
+
+    def _replaced(
+        self, implementation: str | None, function: Callable[..., Any], default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         site = self.site
         if not (implementation or "").startswith(PREFIX) or not site.encoding.reads_pages:
             return functools.partial(site.attend, implementation, function)
