@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hf_posenc.attention.backends import written_in
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
@@ -161,7 +162,7 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
 
 def has_other_code(stack: Stack) -> bool:
     """Whether a module of a stack runs code from outside transformers."""
-    return any(not is_of_transformers(type(module).forward.__module__) for module in stack.module.modules())
+    return any(not is_of_transformers(written_in(type(module).forward)) for module in stack.module.modules())
 
 
 def _is_silenced(stack: Stack) -> bool:
