@@ -406,16 +406,7 @@ class InterfaceReplacement:
 
     def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
         """The attention function of the site."""
-        return self._replaced(implementation, self.interface.get_interface(implementation, default), default)
-
-    def __getitem__(self, implementation: str) -> Callable[..., Any]:
-        """The same, for code that was written for earlier versions of transformers."""
-        function = self.interface[implementation]
-        return self._replaced(implementation, function, function)
-
-    def _replaced(
-        self, implementation: str | None, function: Callable[..., Any], default: Callable[..., Any]
-    ) -> Callable[..., Any]:
+        function = self.interface.get_interface(implementation, default)
         site = self.site
         if not (implementation or "").startswith(PREFIX) or not site.encoding.reads_pages:
             return functools.partial(site.attend, implementation, function)
@@ -428,6 +419,10 @@ class InterfaceReplacement:
             return site.attend(implementation, function, *args, **kwargs)
 
         return attention
+
+    def __getitem__(self, implementation: str) -> Callable[..., Any]:
+        """The same, for code that was written for earlier versions of transformers."""
+        return self.get_interface(implementation, self.interface[implementation])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.interface, name)
