@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.backends import written_in
 from hf_posenc.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -163,6 +162,11 @@ def unknown_seam(found: str) -> UnsupportedError:
         f"{found} It was read in transformers {transformers.__version__}, which may differ from the versions that "
         "hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one of these."
     )
+
+
+def written_in(function: Any) -> str:
+    """The module with the code of a function. `functools.wraps` gives a wrapper the `__module__` of another one."""
+    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
 
 
 def registered_function(config: PreTrainedConfig) -> Any:

@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import written_in
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
@@ -33,7 +32,7 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.forwards import is_of_transformers, registered_function
+from hf_posenc.patching.forwards import is_of_transformers, registered_function, written_in
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig

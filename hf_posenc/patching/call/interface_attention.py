@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa, written_in
+from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa
 from hf_posenc.attention.block_attention import AttentionCall, single_query_attention
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.scores import in_parts
@@ -47,6 +47,7 @@ from hf_posenc.patching.forwards import (
     names_used,
     rebind,
     unknown_seam,
+    written_in,
 )
 
 if TYPE_CHECKING:
