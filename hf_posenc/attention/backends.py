@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc.attention.block_attention import (
     AttentionCall,
@@ -68,8 +69,6 @@ Attention = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
 #: The maximum size, in bytes, of a bias matrix for backends that need one. Increase it to allow larger matrices.
 DENSE_LIMIT = 8 * 2**30
 
-#: A function registered as "sdpa" by another package may do anything.
-_STOCK_SDPA = "transformers.integrations.sdpa_attention"
 _TAKES_POSITION_BIAS: dict[Function, bool] = {}
 #: The place of the mask among the arguments of an attention function.
 _MASK = 4
@@ -79,8 +78,8 @@ _OTHER_FEATURES = ("dropout", "softcap", "s_aux", "output_attentions")
 
 
 def is_stock_sdpa(function: Function) -> bool:
-    """Whether a function is transformers' own sdpa, outside of function transforms."""
-    return getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
+    """Whether a function is transformers' own sdpa, outside of function transforms. Another "sdpa" may do anything."""
+    return function is sdpa_attention_forward and not torch._C._are_functorch_transforms_active()
 
 
 def is_single_query_of_sdpa(call: AttentionCall) -> bool:
@@ -140,7 +139,7 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
         call = replace(call, kwargs=call.kwargs | {"kernel_options": options})
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return functools.partial(_attend_looking_up, call, form)
-    stock_sdpa = getattr(function, "__module__", "") == _STOCK_SDPA
+    stock_sdpa = function is sdpa_attention_forward
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         return functools.partial(_attend_in_math, call, form)

@@ -87,7 +87,7 @@ def block_attention(
             output = cast("Tensor", _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty))
     else:
         output = _forward(query, key, value, bias, scaling)
-    output = output.transpose(1, 2)
+    output = output.transpose(1, 2).contiguous()  # As stock attention functions return it: some models call `view`.
     return output if empty is None else with_means(output, value, empty)
 
 

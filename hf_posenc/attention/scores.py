@@ -251,6 +251,11 @@ class ScoresMode(TorchFunctionMode):
         """The bias in the shape of scores or of the heads of a kernel."""
         assert self.bias is not None
         bias = self.bias(self.factor, self.query_factor, self.key_factor).to(dtype)
+        if like.dim() > 4 or (like.dim() == 4 and bias.shape[1] not in (1, like.shape[1])):
+            raise UnsupportedError(
+                f"{self.owner} computes scores of the shape {tuple(like.shape)}, and the bias of the scheme has "
+                f"{bias.shape[1]} heads. Compute the scores of all heads in one tensor, (batch, heads, queries, keys)."
+            )
         if like.dim() == 3:
             # Batch and heads share one axis, batch-major.
             return bias.expand(like.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)

@@ -164,10 +164,15 @@ def unknown_seam(found: str) -> UnsupportedError:
     )
 
 
+def written_in(function: Any) -> str:
+    """The module with the code of a function. `functools.wraps` gives a wrapper the `__module__` of another one."""
+    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+
+
 def registered_function(config: PreTrainedConfig) -> Any:
     """The attention function of a model if other code than transformers has registered it, else `None`."""
     found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
-    return None if getattr(found, "__module__", "transformers").startswith("transformers") else found
+    return None if found is None or written_in(found).startswith("transformers") else found
 
 
 class OfStack:

@@ -15,7 +15,9 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 from hf_posenc import (
@@ -25,7 +27,8 @@ from hf_posenc import (
     patch_model,
     save_position_adapter,
 )
-from tests.matrix.running import patched, tokens
+from tests.kits.decoding import decoded
+from tests.matrix.running import distance, patched, tokens
 from tests.thinning import in_turn
 
 
@@ -347,7 +350,8 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
     model, ids = patched("llama_gqa", "rope"), tokens(1, 8)
     expected = model(ids).logits
     model.save_pretrained(tmp_path)
-    for name, function in (("of_a_user", eager), ("fading", fading)):
+    wrapped = functools.wraps(eager_attention_forward)(fading)
+    for name, function in (("of_a_user", eager), ("fading", fading), ("wrapped", wrapped)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, eager_mask)
     model.set_attn_implementation("of_a_user")
@@ -355,7 +359,28 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
     AttentionInterface.register("of_a_user", fading)
     with pytest.raises(UnsupportedError, match="'of_a_user' was registered by other code"):
         model(ids)
-    model.set_attn_implementation("fading")
-    for other in (model, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fading")):
-        with pytest.raises(UnsupportedError, match="'fading' was registered by other code"):
-            other(ids)
+    for name in ("fading", "wrapped"):
+        model.set_attn_implementation(name)
+        for other in (model, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)):
+            with pytest.raises(UnsupportedError, match=f"'{name}' was registered by other code"):
+                other(ids)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "fire", "ssmax", "pope", "forget_gate"])
+@torch.no_grad()
+def test_a_wrapper_of_an_attention_function_is_called(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the name and the module of the function that it wraps."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, 12)
+
+    @functools.wraps(sdpa_attention_forward)
+    def without_the_last_head(*args: Any, **kwargs: Any) -> Any:
+        output, weights = sdpa_attention_forward(*args, **kwargs)
+        return torch.cat((output[:, :, :-1], torch.zeros_like(output[:, :, -1:])), dim=2), weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", without_the_last_head)
+    found = [model(ids, use_cache=False).logits, decoded(model, ids, None, [5, 1, 1, 5])]
+    monkeypatch.undo()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[:, -8:] = 0
+    expected = model(ids, use_cache=False).logits
+    assert max(distance(one, expected) for one in found) <= 1e-4

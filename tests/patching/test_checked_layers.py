@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
 from hf_posenc.patching.call.cache import first_cache
@@ -17,6 +20,9 @@ from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
 from hf_posenc.schemes.positions import AlikeParts
+from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
 from tests.kits.decoding import decoded
 from tests.matrix.running import drawn, patched, placed, tokens
 from tests.models import tiny
@@ -175,6 +181,49 @@ def test_activations_of_recomputed_layers_are_freed_without_a_backward_pass(sche
     gc.collect()
     assert len(found) == 1
     assert found[0]() is None
+
+
+@pytest.mark.parametrize("scheme", ["log_cpb", "fire", "tisa", "t5"])
+def test_tokens_that_a_model_prepends_see_each_other_with_gradients_too(scheme: str) -> None:
+    """CPM-Ant computes its scores, and its prompt is seen in both directions."""
+    model, ids = drawn(placed(tiny_model(pair_named("causal-cpmant")).eval(), scheme), std=0.3), tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+class Raised(nn.Module):
+    """A parametrization that adds a number."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.3
+
+
+class Faster(LearnedFrequenciesMap):
+    """The frequencies with offsets to which that number is added."""
+
+    def inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        return super().inverse_frequencies(lengths) * math.exp(0.3)
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize("parametrized", [True, False])
+@torch.no_grad()
+def test_layers_whose_parts_have_other_modules_are_not_computed_together(layer: int, parametrized: bool) -> None:
+    model, ids = drawn(patched("llama_gqa", "string", num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
+    expected = copy.deepcopy(model)
+    own, other = (
+        [part for part in one.position_encoding.modules() if type(part) is LearnedFrequenciesMap][layer]
+        for one in (model, expected)
+    )
+    other.log_offsets += 0.3
+    if parametrized:
+        parametrize.register_parametrization(own, "log_offsets", Raised())
+    else:
+        own.__class__ = Faster
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:-2])

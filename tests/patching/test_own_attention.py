@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import product
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -17,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
     repeat_kv,
 )
 
-from hf_posenc import patch_model
+from hf_posenc import AttentionPairs, BuildContext, Positions, get_scheme, patch_model
 from hf_posenc.errors import UnsupportedError
 from tests.matrix.running import distance, drawn, tokens
 from tests.models import tiny
@@ -77,6 +79,17 @@ def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.stack([weights(*pair) @ own for *pair, own in zip(*given, strict=True)], dim=1)
 
 
+def grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Two query heads are in one axis, and their pairs in another."""
+    made = [one.unflatten(1, (2, -1)) for one in (query, key, value)]
+    return (weights(*made[:2]) @ made[2]).flatten(1, 2)
+
+
+def half_of_the_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    call, given = functional.scaled_dot_product_attention, (one.chunk(2, dim=1) for one in (query, key, value))
+    return torch.cat([call(*heads, is_causal=True) for heads in zip(*given, strict=True)], dim=1)
+
+
 def keys_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = torch.matmul(key, query.transpose(-1, -2)).transpose(-1, -2) * query.shape[-1] ** -0.5
     return scores.masked_fill(~causal(query, key), torch.finfo(scores.dtype).min).softmax(-1) @ value
@@ -103,6 +116,16 @@ def windows_of_the_interface(module: Any, attend: Any, heads: list[Tensor], mask
     return torch.cat([attend(module, *part, mask[:, :, :20, :20], scaling=0.3)[0] for part in parts], dim=1)
 
 
+def scaled_before(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
+    query, key, value = heads
+    return attend(module, query * module.scaling, key, value, mask, scaling=1.0)[0]
+
+
+def in_a_view(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
+    found = attend(module, *heads, mask, scaling=module.scaling)[0]
+    return found.view(*found.shape[:2], -1)
+
+
 class OwnInterface(LlamaAttention):
     """Attention that calls the function of the interface several times for a long text."""
 
@@ -114,6 +137,8 @@ class OwnInterface(LlamaAttention):
         query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        if self.way is in_a_view:
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         mask = causal(query, key)[None, None]
         heads = [query, key, value]
         way = self.way if query.shape[2] > 16 else lambda *given: attend(self, *heads, mask, scaling=0.3)[0]
@@ -139,6 +164,79 @@ def test_parts_of_the_interface_have_the_rotation_and_nothing_else(way: Any, sch
         model(tokens(2, 40), use_cache=False)
 
 
+READING = ["shaw", "cope", "transformer_xl", "disentangled"]
+OTHERS = ["alibi", "repo", "ssmax", "rope", "fire"]
+
+
+def test_factors_of_queries_that_other_code_multiplies_are_unknown() -> None:
+    for scheme in READING:
+        model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = OwnInterface
+            layer.self_attn.way = scaled_before
+        with pytest.raises(UnsupportedError, match="not known what they were multiplied with"):
+            patch_model(model, scheme)(tokens(2, 20))
+
+
+@pytest.mark.parametrize("scheme", READING)
+def test_a_bias_of_queries_that_have_their_factor_is_the_same(scheme: str) -> None:
+    """As in OPT and Whisper. The factor is that of the layer, or one for each head."""
+    context = BuildContext(32, 4, 8, num_key_value_heads=2)
+    bias = cast("Any", get_scheme(scheme)().build(context).logit_bias)
+    query, key, slots = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.arange(9)
+    keys = Positions(slots.unsqueeze(0), slots.new_full((1, 1), 9))
+    for weight in bias.parameters():
+        torch.nn.init.normal_(weight)
+    expected = bias(AttentionPairs(query, key, slots, keys, 0.3))
+    for factor in (0.3, torch.full((4, 1, 1), 0.3)):
+        found = bias(AttentionPairs(query * factor, key, slots, keys, 0.3 / factor, query_factor=factor))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("way", "scheme"),
+    [*product([scaled_before], OTHERS), *product([in_a_view], [*OTHERS, *READING, "pope", "self_extend"])],
+)
+def test_the_function_of_the_interface_is_called_in_another_way(way: Any, scheme: Any) -> None:
+    """Queries may have their factor before, and the result may be read without a copy, with or without gradients."""
+    models = []
+    for own in (None, way):
+        torch.manual_seed(0)
+        model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
+        for layer in model.model.layers if own else ():
+            layer.self_attn.__class__ = OwnInterface
+            layer.self_attn.way = way
+        models.append(drawn(patch_model(model, scheme), std=0.3))
+    for length in (20, 150):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                expected, found = (model(tokens(2, length), use_cache=False).logits for model in models)
+            assert distance(found, expected) <= 1e-4, (length, grad)
+
+
+class Recomputing(LlamaAttention):
+    """Attention that recomputes its core in the backward pass."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        given = self, query, key, value, causal(query, key)[None, None]
+        found = checkpoint(lambda *heads: attend(*heads, scaling=self.scaling)[0], *given, use_reentrant=False)
+        return self.o_proj(found.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def test_a_module_that_recomputes_its_core_is_named() -> None:
+    model = tiny("LlamaForCausalLM", attn_implementation="sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Recomputing
+    loss = patch_model(model, "alibi")(tokens(2, 20), labels=tokens(2, 20)).loss
+    with pytest.raises(UnsupportedError, match="Recomputing was called outside of its forward"):
+        loss.backward()
+
+
 def built(core: Core | None, scheme: Any) -> Any:
     """A Llama, with attention that `core` computes."""
 
@@ -162,20 +260,18 @@ def built(core: Core | None, scheme: Any) -> Any:
 
 
 FOLLOWED = [of_names, with_a_vector, merged]
+IN_PARTS = [blocks, blocks_of_kernels, rows, heads, half_of_the_heads]
 
 
-@pytest.mark.parametrize(
-    ("core", "scheme"), in_turn([*FOLLOWED, blocks, blocks_of_kernels, rows, heads, keys_first], SCHEMES)
-)
+@pytest.mark.parametrize(("core", "scheme"), in_turn([*FOLLOWED, *IN_PARTS, grouped, keys_first], SCHEMES))
 @torch.no_grad()
 def test_a_forward_whose_parts_would_lack_the_scheme_is_refused(core: Core, scheme: Any) -> None:
     """The rotary function is replaced before, so a rotation is complete in every part."""
     ids = tokens(2, 40)
-    if scheme == "rope" or core in FOLLOWED:
+    if scheme == "rope" or core in FOLLOWED or (core is grouped and scheme in ("repo", "ssmax")):
         expected = built(None, scheme)(ids, use_cache=False).logits
         assert distance(built(core, scheme)(ids, use_cache=False).logits, expected) <= 1e-4
         return
-    with pytest.raises(
-        UnsupportedError, match=r"^OwnAttention (computes its attention in several|multiplies keys with)"
-    ):
+    refusals = r"^OwnAttention (computes (its attention in several|scores of the shape)|multiplies keys with)"
+    with pytest.raises(UnsupportedError, match=refusals):
         built(core, scheme)(ids, use_cache=False)

@@ -32,7 +32,7 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.forwards import is_of_transformers, registered_function
+from hf_posenc.patching.forwards import is_of_transformers, registered_function, written_in
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -161,7 +161,7 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
 
 def has_other_code(stack: Stack) -> bool:
     """Whether a module of a stack runs code from outside transformers."""
-    return any(not is_of_transformers(type(module).forward.__module__) for module in stack.module.modules())
+    return any(not is_of_transformers(written_in(type(module).forward)) for module in stack.module.modules())
 
 
 def _is_silenced(stack: Stack) -> bool:

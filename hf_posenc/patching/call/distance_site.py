@@ -35,6 +35,9 @@ _UNEVEN = (
 class DistanceSite(PlacedForward):
     """Computes the distance biases of one attention module."""
 
+    #: Whether the mask of a call is known, so that a causal layer without one lets no query see later keys.
+    knows_mask = False
+
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
         offset = key_length - query_length if state.offset is None else state.offset
@@ -115,7 +118,7 @@ class DistanceSite(PlacedForward):
             return None
         # A query without keys has the mean of all values in modules that compute their scores, later ones included.
         all_see_keys = mask is None and state.attention_mask is None
-        unseen = query_length - 1 if all_see_keys and self.encoding.causal else 0
+        unseen = query_length - 1 if all_see_keys and self.encoding.causal and self.knows_mask else 0
 
         def distances() -> tuple[Tensor]:
             offset, first = self.key_start(state, query_length, key_length)

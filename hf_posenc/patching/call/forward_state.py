@@ -387,7 +387,8 @@ class ForwardState:
 
         def compute() -> tuple[dict[int, int], Any] | None:
             parts = parts_of_kind(site, name)
-            if len(parts) < 2 or not all(_is_plain(part, self.device) for part in parts):
+            kinds = [type(module) for module in modules_of(parts[0])]
+            if len(parts) < 2 or not all(_is_plain(part, kinds, self.device) for part in parts):
                 return None
             with without_autocast(cast("torch.device", self.device)):
                 values = parts[0].of_layers(parts, *inputs())
@@ -416,9 +417,15 @@ def parts_of_kind(site: DistanceSite, name: str) -> list[Any]:
     return list({id(part): part for part in (*parts, own) if type(part) is type(own)}.values())
 
 
-def _is_plain(part: Part, device: torch.device | None) -> bool:
-    """Whether the weights of a part are on a device, and nobody has set hooks on it or replaced its forward."""
-    if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> bool:
+    """Whether the weights of a part are on a device, and nobody has set hooks or replaced a forward in it.
+
+    Nor exchanged one of its modules, whose classes are `kinds`.
+    """
+    modules = modules_of(part)
+    if [type(one) for one in modules] != kinds:
+        return False
+    if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in modules):
         return False
     weights: Any = part._parameters
     return bool(next(iter(weights.values())).device == device)  # As all of its weights.

@@ -43,9 +43,11 @@ from hf_posenc.patching.forwards import (
     PlacedForward,
     functions_called,
     in_decorators,
+    is_of_transformers,
     names_used,
     rebind,
     unknown_seam,
+    written_in,
 )
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class InterfaceAttention(Rebound, AttentionSite):
     """
 
     rebound = ("_forward", "_rotary_only_forward")
+    knows_mask = True
 
     def __init__(
         self,
@@ -220,7 +223,11 @@ class InterfaceAttention(Rebound, AttentionSite):
     ) -> Any:
         """Called in place of the attention function."""
         call = self.calls.top
-        assert call is not None
+        if call is None:
+            raise UnsupportedError(
+                f"The attention function of a {type(self.module).__name__} was called outside of its forward. A module "
+                "that recomputes a part of itself (gradient checkpointing) does so. Checkpoint whole layers instead."
+            )
         if query.shape[2] < call.hidden_states.shape[1]:
             self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
@@ -370,9 +377,20 @@ class InterfaceAttention(Rebound, AttentionSite):
         """What the module has multiplied its queries and its keys with, if its kernel multiplies by `scaling`."""
         if self.operand_factors is not None:
             return self.operand_factors
-        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
         own = getattr(self.module, "scaling", None)
-        return own if isinstance(own, float) and isinstance(scaling, float | int) and scaling == 1 else 1.0, 1.0
+        if not isinstance(own, float) or isinstance(scaling, Tensor) or scaling != 1 or own == 1:
+            return 1.0, 1.0
+        if getattr(self.encoding.logit_bias, "reads_heads", False) and not is_of_transformers(
+            written_in(inspect.unwrap(self._decorated))
+        ):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
+                "with scaling=1. The bias of this scheme reads queries and keys, and it is not known what they were "
+                "multiplied with before. Pass the factor as scaling, or declare it with hf_posenc.register_architecture"
+                f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
+            )
+        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
+        return own, 1.0
 
     @property
     def default_scaling(self) -> float:
@@ -402,6 +420,10 @@ class InterfaceReplacement:
             return site.attend(implementation, function, *args, **kwargs)
 
         return attention
+
+    def __getitem__(self, implementation: str) -> Callable[..., Any]:
+        """The same, for code that was written for earlier versions of transformers."""
+        return self.get_interface(implementation, self.interface[implementation])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.interface, name)

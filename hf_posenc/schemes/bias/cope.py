@@ -29,7 +29,10 @@ class CopeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        products = pairs.query.float() @ self.weight.float().t()
+        query, factor = pairs.query.float(), pairs.query_factor
+        if isinstance(factor, Tensor) or factor != 1:
+            query = query / factor
+        products = query @ self.weight.float().t()
         last = products.shape[-1] - 1
         if not traced() and pairs.key.shape[-2] < last:
             # No query counts up to the last row.
@@ -38,7 +41,7 @@ class CopeBias(PairwiseBias):
         else:
             far = self._keys_beyond_the_table(pairs)
             positions = self._positions(pairs, far)
-            row = positions.long().clamp(max=last - 1)
+            row = positions.long().clamp(0, last - 1)
             share = positions - row
         near = torch.lerp(products.gather(-1, row), products.gather(-1, row + 1), share)
         if far == 0:
