@@ -26,8 +26,7 @@ from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.installation import require
 from hf_posenc.loading import missing_folder
 from hf_posenc.metrics.evaluation import digest
-from hf_posenc.schemes.registry import as_scheme
-from hf_posenc.schemes.written import parse_options
+from hf_posenc.schemes.registry import as_scheme, parse_options
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
 from training.data.text import PackedRows

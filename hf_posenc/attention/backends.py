@@ -61,7 +61,7 @@ from hf_posenc.attention.forms import (
 )
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.schemes.weights import exporting
 
 Function = Callable[..., Any]
 #: `(module, query, key, value) -> (output, probabilities or None)`.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_posenc.attention.block_attention import for_kernel, rows_without_keys, without_empty_rows
 from hf_posenc.schemes.parts import DistanceBias, OtherHeads, rows_of_terms
-from hf_posenc.schemes.positions import exporting, gradients_may_be_shared
+from hf_posenc.schemes.weights import exporting, gradients_may_be_shared
 
 #: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
 MOST_MATRICES = 4

@@ -145,7 +145,7 @@ def patch(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Writes a checkpoint in a form that needs no `hf_posenc`."""
-    from hf_posenc.schemes.written import parse_options
+    from hf_posenc.schemes.registry import parse_options
 
     output = _free_folder(options.output, options.overwrite)
     given = parse_options(options.option)

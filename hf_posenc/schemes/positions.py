@@ -4,197 +4,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import SequenceLengthError
+from hf_posenc.schemes.weights import (
+    AlikeParts,
+    KeptValues,
+    ModuleType,
+    Parts,
+    Value,
+    gradients_may_be_shared,
+    of_each,
+    once_in_graph,
+    traced,
+)
 
-Value = TypeVar("Value")
-Part = TypeVar("Part", bound=nn.Module)
-#: One part, or those of several layers.
-Parts = nn.Module | Sequence[nn.Module]
-#: Where the modules are written that compute the same until a weight or a buffer changes.
-_FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
 #: Up to this many keys, layers share what follows from the positions of all pairs.
 _FEW_KEYS = 128
-
-
-def traced() -> bool:
-    """Whether the code is being traced by a compiler or an exporter, so that values of tensors cannot be read."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def exporting() -> bool:
-    """Whether the code is being traced into a program that runs without this package: torch.export, ONNX, TorchScript.
-
-    Such a program must not contain operators of this package, and must not depend on the lengths of the example.
-    """
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-def modules_of(part: nn.Module) -> list[nn.Module]:
-    """A part and its submodules. `part.modules()` calls many functions."""
-    modules = [part]
-    for module in part._modules.values():
-        modules += () if module is None else modules_of(module)
-    return modules
-
-
-class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
-    """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied.
-
-    Values of a part that runs code of others are not kept.
-    """
-
-    #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
-    trainings = 0
-
-    def of(
-        self, part: Parts, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
-    ) -> Value:
-        """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
-        parts = (part,) if isinstance(part, nn.Module) else part
-        # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
-        state: list[Any] = [*map(weakref.ref, parts)]
-        weights: list[Tensor] = []
-        # Most parts have no submodules, and every layer asks.
-        for module in [inner for part in parts for inner in (modules_of(part) if part._modules else (part,))]:
-            written_in = module.__dict__.get("written_in", type(module).__module__)
-            if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
-                return compute()
-            for weight in (*module._parameters.values(), *module._buffers.values()):
-                if weight is not None:
-                    weights.append(weight)
-                    state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        key = (id(parts[0]), len(parts), name)
-        known = self.get(key)
-        if known is not None and known[0] == state and (fits is None or fits(known[1])):
-            return known[1]
-        for other in [other for other, (owner, *_) in self.items() if owner[0]() is None]:
-            del self[other]
-        value = compute()
-        # Memory that is held cannot be that of another weight later.
-        self[key] = state, value, [weight.detach() for weight in weights]
-        return value
-
-    def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
-        return KeptValues, ()
-
-
-class AlikeParts:
-    """Finds the parts of several layers that differ only in their parameters. A part of several layers counts once.
-
-    Args:
-        layers: returns a name of the kind of each layer, or `None`, and the parts in it.
-    """
-
-    def __init__(self, layers: Callable[[], Iterable[tuple[Hashable, Sequence[nn.Module]]]]) -> None:
-        self._layers = layers
-        self._found: dict[int, list[nn.Module]] | None = None
-
-    def of(self, part: Part) -> list[Part]:
-        """The parts that are like a part, itself included. A part without parameters of its own is alone."""
-        if self._found is None:
-            alike: dict[Hashable, dict[int, nn.Module]] = {}
-            for kind, parts in self._layers():
-                inside = [module for one in parts for module in modules_of(one)]
-                for place, module in enumerate(inside if kind is not None else ()):
-                    weights = [weight for weight in module._parameters.values() if weight is not None]
-                    same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
-                    if len(weights) == len(module._parameters) > 0:
-                        alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
-            self._found = {one: [*found.values()] for found in alike.values() for one in found}
-        return cast("list[Part]", self._found.get(id(part), [part]))
-
-
-def _of_each(
-    layers: Sequence[Part], compute: Callable[[Sequence[Part]], tuple[Tensor | None, ...]]
-) -> list[tuple[Any, ...]]:
-    values = ([None] * len(layers) if value is None else value.unbind(0) for value in compute(layers))
-    return list(zip(*values, strict=True))
-
-
-def gradients_may_be_shared() -> bool:
-    """Whether layers may share values that require grad: not if one of the layers is recomputed (checkpointing)."""
-    if traced() or torch._C._current_graph_task_id() != -1:
-        return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def once_in_graph(memo: dict[Hashable, Any], name: Hashable, compute: Callable[[], Value], *sources: Any) -> Value:
-    """`compute()`, evaluated once in a compiled graph for the same sources.
-
-    Values that require grad are not shared: a layer that is recomputed must not read those of another one.
-
-    Args:
-        memo: where the values of one forward call are kept.
-        name: the name of the value.
-        compute: computes the value.
-        *sources: tensors, and lengths. Lengths are compared by what the compiler knows of them, because a lookup by
-            length would specialise the graph to that length.
-    """
-    entries = memo.setdefault(("in graph", name, torch.is_grad_enabled()), [])
-    for known, value in entries:
-        if all(map(_same, known, sources)):
-            return cast("Value", value)
-    computed = compute()
-    if not requires_grad(computed):
-        entries.append((sources, computed))
-    return computed
-
-
-def _same(known: Any, source: Any) -> bool:
-    if isinstance(known, Tensor) or isinstance(source, Tensor):
-        return known is source
-    return known_true(known == source)
-
-
-def known_true(condition: bool | torch.SymBool) -> bool:
-    """Whether a statement about lengths is true, as far as a compiler knows it."""
-    if not torch.compiler.is_compiling():
-        return bool(condition)
-    # Imported here, because it loads sympy.
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
-
-
-def requires_grad(value: Any) -> bool:
-    """Whether a value, or one of the values in a tuple, requires grad."""
-    if isinstance(value, tuple):
-        return any(map(requires_grad, value))
-    return not isinstance(value, int | float) and getattr(value, "requires_grad", False)
-
-
-def assert_in_graph(condition: Tensor | torch.SymBool, message: str) -> None:
-    """Makes a compiled graph raise a `RuntimeError` where a 0-dim bool tensor, or a statement about lengths, is false.
-
-    On a GPU torch refuses messages of 255 characters and more.
-    """
-    if isinstance(condition, torch.SymBool):
-        torch._check(condition, lambda: message)
-    else:
-        torch._assert_async(condition, message[:254])
-
-
-def require(condition: Tensor, message: str, error: type[Exception] = SequenceLengthError) -> None:
-    """Raises an error where a 0-dim bool tensor is false.
-
-    A compiled graph, and a device that computes later than the host asks, raise a `RuntimeError` when they get there:
-    reading the tensor would make the host wait.
-
-    Raises:
-        SequenceLengthError: with the message, or another `error`.
-    """
-    if torch.compiler.is_compiling() or not condition.is_cpu:
-        assert_in_graph(condition, message)
-    elif not bool(condition):
-        raise error(message)
 
 
 def softplus(numbers: Tensor) -> Tensor:
@@ -331,7 +161,7 @@ class Positions:
         return compute() if kept is None else kept.of(part, name, compute, fits)
 
     def of_weights(
-        self, part: Part, name: Hashable, compute: Callable[[Sequence[Part]], tuple[Tensor | None, ...]]
+        self, part: ModuleType, name: Hashable, compute: Callable[[Sequence[ModuleType]], tuple[Tensor | None, ...]]
     ) -> tuple[Any, ...]:
         """What `compute`, which reads nothing but parameters of some parts, gives for a part.
 
@@ -339,13 +169,13 @@ class Positions:
         differ only in their parameters. What `compute` returns has an axis of the parts that it receives in front.
         """
         if not torch.is_grad_enabled():
-            return self.kept(part, name, lambda: _of_each([part], compute)[0])
+            return self.kept(part, name, lambda: of_each([part], compute)[0])
         if AlikeParts not in self.memo or not gradients_may_be_shared():
-            return _of_each([part], compute)[0]
+            return of_each([part], compute)[0]
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
             layers = self.memo[AlikeParts].of(part)
-            found = _of_each(layers, compute)
+            found = of_each(layers, compute)
             self.memo.update({(AlikeParts, name, id(one)): own for one, own in zip(layers, found, strict=True)})
             known = self.memo[AlikeParts, name, id(part)]
         return known

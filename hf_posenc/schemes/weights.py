@@ -1,14 +1,78 @@
-"""How learned weights start, tables that take over a stock table, copies of initial weights, and stacked weights."""
+"""Weights and constants of parts: how they start, their copies on devices, and values that follow from them.
+
+Layers share such values in a call, and a cache keeps them. In a program that is being traced, other rules hold.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+
+from hf_posenc.errors import SequenceLengthError
+
+Value = TypeVar("Value")
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+#: One part, or those of several layers.
+Parts = nn.Module | Sequence[nn.Module]
+#: Where the modules are written that compute the same until a weight or a buffer changes.
+_FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
+#: Older versions pass no objects to functions that they call while they trace.
+_MAY_PREPARE = torch.__version__ >= "2.13"
+
+
+def traced() -> bool:
+    """Whether the code is being traced by a compiler or an exporter, so that values of tensors cannot be read."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def exporting() -> bool:
+    """Whether the code is being traced into a program that runs without this package: torch.export, ONNX, TorchScript.
+
+    Such a program must not contain operators of this package, and must not depend on the lengths of the example.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def assert_in_graph(condition: Tensor | torch.SymBool, message: str) -> None:
+    """Makes a compiled graph raise a `RuntimeError` where a 0-dim bool tensor, or a statement about lengths, is false.
+
+    On a GPU torch refuses messages of 255 characters and more.
+    """
+    if isinstance(condition, torch.SymBool):
+        torch._check(condition, lambda: message)
+    else:
+        torch._assert_async(condition, message[:254])
+
+
+def require(condition: Tensor, message: str, error: type[Exception] = SequenceLengthError) -> None:
+    """Raises an error where a 0-dim bool tensor is false.
+
+    A compiled graph, and a device that computes later than the host asks, raise a `RuntimeError` when they get there:
+    reading the tensor would make the host wait.
+
+    Raises:
+        SequenceLengthError: with the message, or another `error`.
+    """
+    if torch.compiler.is_compiling() or not condition.is_cpu:
+        assert_in_graph(condition, message)
+    elif not bool(condition):
+        raise error(message)
+
+
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a statement about lengths is true, as far as a compiler knows it."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # Imported here, because it loads sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def stacked(layers: Sequence[Any]) -> Any:
@@ -87,3 +151,172 @@ class NativeTable(nn.Module):
             return False
         self.weight.copy_(native)
         return True
+
+
+class DeviceConstant:
+    """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
+
+    A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
+    computed from bfloat16 frequencies are off by full turns after a few hundred positions. No copy is made in inference
+    mode, because it could not be used in training.
+
+    Args:
+        values: the constant on the CPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        if values.is_inference():
+            with torch.inference_mode(False):
+                values = values.clone()
+        self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the constant on `device`. It is copied once per device."""
+        if _MAY_PREPARE and device.type != "cpu" and torch.compiler.is_compiling() and not exporting():
+            # A graph with an input on the CPU cannot be a CUDA graph.
+            _make_copy(self, device)
+        copy = self._copies.get(device)
+        if copy is None:
+            # A tensor made while tracing must not outlive the trace.
+            if torch.compiler.is_compiling():
+                return self._copies[torch.device("cpu")].to(device)
+            _make_copy(self, device)
+            copy = self._copies[device]
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_copies": {torch.device("cpu"): self._copies[torch.device("cpu")]}}
+
+
+@torch.compiler.assume_constant_result
+def _make_copy(constant: DeviceConstant, device: torch.device) -> bool:
+    """Makes the copy on a device. A compiler calls this while it traces, and then finds the copy."""
+    if device not in constant._copies:
+        with torch.inference_mode(False):
+            constant._copies[device] = constant._copies[torch.device("cpu")].to(device)
+    return True
+
+
+def modules_of(part: nn.Module) -> list[nn.Module]:
+    """A part and its submodules. `part.modules()` calls many functions."""
+    modules = [part]
+    for module in part._modules.values():
+        modules += () if module is None else modules_of(module)
+    return modules
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a value, or one of the values in a tuple, requires grad."""
+    if isinstance(value, tuple):
+        return any(map(requires_grad, value))
+    return not isinstance(value, int | float) and getattr(value, "requires_grad", False)
+
+
+class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
+    """Values that follow from weights and buffers of parts, kept with a cache. Not included when it is copied.
+
+    Values of a part that runs code of others are not kept.
+    """
+
+    #: How many forward calls with gradients the stack had before: fused optimizers do not count what they write.
+    trainings = 0
+
+    def of(
+        self, part: Parts, name: Hashable, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+    ) -> Value:
+        """The value that is kept, if it `fits` and weights and buffers are the same, or `compute()`."""
+        parts = (part,) if isinstance(part, nn.Module) else part
+        # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
+        state: list[Any] = [*map(weakref.ref, parts)]
+        weights: list[Tensor] = []
+        # Most parts have no submodules, and every layer asks.
+        for module in [inner for part in parts for inner in (modules_of(part) if part._modules else (part,))]:
+            written_in = module.__dict__.get("written_in", type(module).__module__)
+            if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
+                return compute()
+            for weight in (*module._parameters.values(), *module._buffers.values()):
+                if weight is not None:
+                    weights.append(weight)
+                    state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        key = (id(parts[0]), len(parts), name)
+        known = self.get(key)
+        if known is not None and known[0] == state and (fits is None or fits(known[1])):
+            return known[1]
+        for other in [other for other, (owner, *_) in self.items() if owner[0]() is None]:
+            del self[other]
+        value = compute()
+        # Memory that is held cannot be that of another weight later.
+        self[key] = state, value, [weight.detach() for weight in weights]
+        return value
+
+    def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
+        return KeptValues, ()
+
+
+class AlikeParts:
+    """Finds the parts of several layers that differ only in their parameters. A part of several layers counts once.
+
+    Args:
+        layers: returns a name of the kind of each layer, or `None`, and the parts in it.
+    """
+
+    def __init__(self, layers: Callable[[], Iterable[tuple[Hashable, Sequence[nn.Module]]]]) -> None:
+        self._layers = layers
+        self._found: dict[int, list[nn.Module]] | None = None
+
+    def of(self, part: ModuleType) -> list[ModuleType]:
+        """The parts that are like a part, itself included. A part without parameters of its own is alone."""
+        if self._found is None:
+            alike: dict[Hashable, dict[int, nn.Module]] = {}
+            for kind, parts in self._layers():
+                inside = [module for one in parts for module in modules_of(one)]
+                for place, module in enumerate(inside if kind is not None else ()):
+                    weights = [weight for weight in module._parameters.values() if weight is not None]
+                    same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
+                    if len(weights) == len(module._parameters) > 0:
+                        alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
+            self._found = {one: [*found.values()] for found in alike.values() for one in found}
+        return cast("list[ModuleType]", self._found.get(id(part), [part]))
+
+
+def of_each(
+    layers: Sequence[ModuleType], compute: Callable[[Sequence[ModuleType]], tuple[Tensor | None, ...]]
+) -> list[tuple[Any, ...]]:
+    """What `compute` gives for each of several parts: its values have an axis of the parts in front."""
+    values = ([None] * len(layers) if value is None else value.unbind(0) for value in compute(layers))
+    return list(zip(*values, strict=True))
+
+
+def gradients_may_be_shared() -> bool:
+    """Whether layers may share values that require grad: not if one of the layers is recomputed (checkpointing)."""
+    if traced() or torch._C._current_graph_task_id() != -1:
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def once_in_graph(memo: dict[Hashable, Any], name: Hashable, compute: Callable[[], Value], *sources: Any) -> Value:
+    """`compute()`, evaluated once in a compiled graph for the same sources.
+
+    Values that require grad are not shared: a layer that is recomputed must not read those of another one.
+
+    Args:
+        memo: where the values of one forward call are kept.
+        name: the name of the value.
+        compute: computes the value.
+        *sources: tensors, and lengths. Lengths are compared by what the compiler knows of them, because a lookup by
+            length would specialise the graph to that length.
+    """
+    entries = memo.setdefault(("in graph", name, torch.is_grad_enabled()), [])
+    for known, value in entries:
+        if all(map(_same, known, sources)):
+            return cast("Value", value)
+    computed = compute()
+    if not requires_grad(computed):
+        entries.append((sources, computed))
+    return computed
+
+
+def _same(known: Any, source: Any) -> bool:
+    if isinstance(known, Tensor) or isinstance(source, Tensor):
+        return known is source
+    return known_true(known == source)

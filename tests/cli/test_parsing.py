@@ -12,8 +12,7 @@ from hf_posenc.schemes import (
     RopeConfig,
     YarnScaling,
 )
-from hf_posenc.schemes.registry import as_scheme, parse_scheme
-from hf_posenc.schemes.written import parse_options, parse_value
+from hf_posenc.schemes.registry import as_scheme, parse_options, parse_scheme, parse_value
 
 
 class TestOptions:

@@ -19,8 +19,8 @@ from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
-from hf_posenc.schemes.positions import AlikeParts
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
+from hf_posenc.schemes.weights import AlikeParts
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.kits.decoding import decoded

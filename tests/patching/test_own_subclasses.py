@@ -41,11 +41,11 @@ from hf_posenc.schemes.config import BuildContext, OuterConfig
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
-from hf_posenc.schemes.positions import KeptValues
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import CayleyMap
 from hf_posenc.schemes.scale.constant import ConstantScale
+from hf_posenc.schemes.weights import KeptValues
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, patched, tokens
 from tests.models import tiny

@@ -35,7 +35,7 @@ from hf_posenc.schemes.bias.fire import FireBias
 from hf_posenc.schemes.bias.grape_ap import GrapeApBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 from hf_posenc.schemes.logits import pairwise_bias
-from hf_posenc.schemes.positions import KeptValues
+from hf_posenc.schemes.weights import KeptValues
 
 from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
 

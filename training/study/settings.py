@@ -24,7 +24,7 @@ from transformers import TrainingArguments
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import name_modules
 from hf_posenc.report.records import described
-from hf_posenc.schemes.written import parse_options
+from hf_posenc.schemes.registry import parse_options
 from training.argument_files import parse_structured, read_mapping
 from training.arguments import FIXED, LoraArguments, given_options
 from training.errors import SettingsError

@@ -27,9 +27,10 @@ from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordina
 from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
+from hf_posenc.schemes.weights import traced
 
 #: The argument through which models pass their own relative bias to the attention function.
 POSITION_BIAS = "position_bias"

@@ -32,7 +32,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.forwards import unknown_seam
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.positions import KeptValues, exporting, traced
+from hf_posenc.schemes.weights import KeptValues, exporting, traced
 
 _KEPT = "_hf_posenc_kept"
 #: By the identity of the cache, because a class of caches may define equality.

@@ -32,8 +32,9 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import AdditiveEncoding, Part
-from hf_posenc.schemes.positions import Positions, exporting, require, traced
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.refusals import PACKED_ROWS
+from hf_posenc.schemes.weights import exporting, require, traced
 
 #: The name of the note.
 SCHEME = "_hf_posenc_scheme"

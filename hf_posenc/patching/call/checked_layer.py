@@ -23,8 +23,9 @@ from hf_posenc.patching.call.distance_site import kept_rows
 from hf_posenc.patching.call.forward_state import joins_layers, parts_of_kind
 from hf_posenc.patching.call.key_positions import bound_of_unread
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias, rows_of_terms
-from hf_posenc.schemes.positions import AttentionPairs, Positions, exporting, gradients_may_be_shared, traced
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
+from hf_posenc.schemes.weights import exporting, gradients_may_be_shared, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.interface_attention import InterfaceAttention

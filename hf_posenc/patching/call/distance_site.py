@@ -24,7 +24,8 @@ from hf_posenc.patching.call.key_positions import (
 )
 from hf_posenc.patching.forwards import PlacedForward
 from hf_posenc.schemes.parts import DistanceBias
-from hf_posenc.schemes.positions import KeptValues, Positions, assert_in_graph, traced
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.weights import KeptValues, assert_in_graph, traced
 
 _UNEVEN = (
     "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.forms import MOST_MATRICES
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
-from hf_posenc.patching.call.cache import GENERATION, CachedPositions, counted_tokens, recorded
+from hf_posenc.patching.call.cache import GENERATION, CachedPositions, counted_tokens
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import (
-    Positions,
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.weights import (
     exporting,
     gradients_may_be_shared,
     modules_of,
@@ -30,7 +29,6 @@ from hf_posenc.schemes.positions import (
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.distance_site import DistanceSite
-    from hf_posenc.patching.call.runtime import StackRuntime
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
 Value = TypeVar("Value")
@@ -458,50 +456,3 @@ def for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
         f"position_ids has the shape {tuple(position_ids.shape)}, but this call has {tokens.shape[1]} new tokens in "
         f"each of {tokens.shape[0]} rows. Pass a position for each of them; those of cached tokens are known."
     )
-
-
-def places_in_sequence(
-    position_ids: Tensor, cache: Any, offset: int | Tensor | None, padding: Tensor | None
-) -> Tensor | None:
-    """The places of the new tokens in the sequence, for schemes with one axis.
-
-    The patches of an image share one time, and the text after an image continues from its longest side. Time is
-    therefore no place in the sequence. A row with an image has the places of the mask or the slots. A row without one
-    has the positions that were passed.
-
-    Args:
-        position_ids: `(axes, batch, query_len)`; with four axes, the first is the place in the sequence.
-        cache: the cache of the call, or `None`.
-        offset: number of cached tokens.
-        padding: `(batch, key_len)`, 1 at real tokens, or `None`.
-
-    Returns:
-        `(batch, query_len)`, or `None` for the places of the mask or the slots in every row.
-    """
-    if position_ids.shape[0] > AXES:
-        return position_ids[0]
-    if isinstance(offset, int) and offset == 0:
-        length = position_ids.shape[-1]
-        counted = torch.arange(length, device=position_ids.device).expand(position_ids.shape[1:])
-        if padding is not None and padding.shape[1] >= length:
-            counted = counted_tokens(padding.to(position_ids.device))[:, :length]
-        is_text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
-        return position_ids[0].where(is_text, counted)
-    known = recorded(cache)
-    # After an image, all axes of a new token are equal, but shifted against its place in the sequence.
-    return None if known is None or known.ids is None else position_ids[0]
-
-
-def split_axes(
-    position_ids: Tensor, runtime: StackRuntime, cache: Any, offset: int | Tensor | None, padding: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Splits position ids into `(batch, query_len)` and, for multi-axis schemes, `(axes, batch, query_len)`.
-
-    Qwen's models may prepend the position in the sequence to time, height and width.
-    """
-    if not position_ids.is_floating_point():
-        position_ids = position_ids.long()
-    if position_ids.dim() != 3 or not (runtime.reads_coordinates or runtime.makes_coordinates):
-        return one_axis(position_ids), None
-    coordinates = position_ids[-AXES:] if runtime.reads_coordinates else None
-    return places_in_sequence(position_ids, cache, offset, padding), coordinates

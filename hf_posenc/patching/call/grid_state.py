@@ -6,14 +6,19 @@ import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.call.forward_state import UNKNOWN, ForwardState
+from hf_posenc.patching.anatomy.rotary_functions import AXES
+from hf_posenc.patching.call.cache import counted_tokens, recorded
+from hf_posenc.patching.call.forward_state import UNKNOWN, ForwardState, one_axis
 from hf_posenc.schemes.grids import grid_coordinates
 from hf_posenc.schemes.positions import Positions
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.call.runtime import StackRuntime
 
 
 def in_raster(
@@ -302,3 +307,50 @@ def numbers_in(phases: Any) -> Tensor:
     """`(length,)` int64: the numbers of the tokens of a layer, from the phases that it received."""
     values: Tensor = phases[0] if isinstance(phases, tuple) else phases
     return values[..., 0].reshape(-1).long()
+
+
+def places_in_sequence(
+    position_ids: Tensor, cache: Any, offset: int | Tensor | None, padding: Tensor | None
+) -> Tensor | None:
+    """The places of the new tokens in the sequence, for schemes with one axis.
+
+    The patches of an image share one time, and the text after an image continues from its longest side. Time is
+    therefore no place in the sequence. A row with an image has the places of the mask or the slots. A row without one
+    has the positions that were passed.
+
+    Args:
+        position_ids: `(axes, batch, query_len)`; with four axes, the first is the place in the sequence.
+        cache: the cache of the call, or `None`.
+        offset: number of cached tokens.
+        padding: `(batch, key_len)`, 1 at real tokens, or `None`.
+
+    Returns:
+        `(batch, query_len)`, or `None` for the places of the mask or the slots in every row.
+    """
+    if position_ids.shape[0] > AXES:
+        return position_ids[0]
+    if isinstance(offset, int) and offset == 0:
+        length = position_ids.shape[-1]
+        counted = torch.arange(length, device=position_ids.device).expand(position_ids.shape[1:])
+        if padding is not None and padding.shape[1] >= length:
+            counted = counted_tokens(padding.to(position_ids.device))[:, :length]
+        is_text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
+        return position_ids[0].where(is_text, counted)
+    known = recorded(cache)
+    # After an image, all axes of a new token are equal, but shifted against its place in the sequence.
+    return None if known is None or known.ids is None else position_ids[0]
+
+
+def split_axes(
+    position_ids: Tensor, runtime: StackRuntime, cache: Any, offset: int | Tensor | None, padding: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Splits position ids into `(batch, query_len)` and, for multi-axis schemes, `(axes, batch, query_len)`.
+
+    Qwen's models may prepend the position in the sequence to time, height and width.
+    """
+    if not position_ids.is_floating_point():
+        position_ids = position_ids.long()
+    if position_ids.dim() != 3 or not (runtime.reads_coordinates or runtime.makes_coordinates):
+        return one_axis(position_ids), None
+    coordinates = position_ids[-AXES:] if runtime.reads_coordinates else None
+    return places_in_sequence(position_ids, cache, offset, padding), coordinates

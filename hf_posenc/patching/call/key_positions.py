@@ -25,7 +25,8 @@ from hf_posenc.patching.call.cache import (
 )
 from hf_posenc.patching.call.cache_checks import NEGATIVE, negative_positions, refuse_negative
 from hf_posenc.patching.call.forward_state import ForwardState, visible_pairs
-from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, require, traced
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.weights import assert_in_graph, exporting, require, traced
 
 #: Number of query-key pairs compared at a time.
 _PAIRS = 2**24

@@ -17,23 +17,12 @@ from hf_posenc.patching.call.distance_site import DistanceSite
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
 from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
 from hf_posenc.schemes.features import pairs_of_parts
-from hf_posenc.schemes.parts import (
-    HIDDEN,
-    DistanceBias,
-    LogitBias,
-    PairwiseBias,
-    Part,
-    SeparableBias,
-)
-from hf_posenc.schemes.positions import (
-    AttentionPairs,
-    Positions,
-    assert_in_graph,
-    traced,
-)
+from hf_posenc.schemes.parts import HIDDEN, DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
+from hf_posenc.schemes.weights import assert_in_graph, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import first_cache, self_attention_cache, states_positions
-from hf_posenc.patching.call.forward_state import ForwardState, padding_mask, split_axes
+from hf_posenc.patching.call.forward_state import ForwardState, padding_mask
+from hf_posenc.patching.call.grid_state import split_axes
 from hf_posenc.patching.forwards import named_arguments
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.call.cache import (
     GENERATION,
     cache_among,
@@ -40,21 +41,20 @@ from hf_posenc.patching.call.cache import (
 from hf_posenc.patching.call.cache_checks import SCHEME, check_cached_scheme
 from hf_posenc.patching.call.evicting_cache import evicting_state
 from hf_posenc.patching.call.forward_state import (
-    AXES,
     UNKNOWN,
     ForwardState,
     for_every_token,
     one_axis,
     padding_mask,
-    split_axes,
 )
+from hf_posenc.patching.call.grid_state import split_axes
 from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.module_sites import SlotBuffers
 from hf_posenc.patching.call.parallel import refuse_unsynchronised
 from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
 from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.positions import AlikeParts, KeptValues
+from hf_posenc.schemes.weights import AlikeParts, KeptValues
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.generation import CheckedContinuousBatching

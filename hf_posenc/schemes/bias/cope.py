@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
-from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES
+from hf_posenc.schemes.weights import traced
 
 
 class CopeBias(PairwiseBias):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
-from hf_posenc.schemes.positions import exporting, known_true, traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.weights import stacked
+from hf_posenc.schemes.weights import exporting, known_true, stacked, traced
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import GridBias, entries_of_pairs
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions
-from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FACTOR, LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.weights import of_stacked
+from hf_posenc.schemes.weights import of_stacked, traced
 
 #: Swin v2 gives the longest displacement in a window this coordinate before the logarithm, whose base it is too.
 _EDGE = 8.0

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.weights import traced
 
 #: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 next to its peak of 1.
 RICKER_SUPPORT = 7.0

@@ -22,8 +22,8 @@ from hf_posenc.schemes.parts import (
     SchemeParts,
 )
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig, needs_whole_positions
-from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
+from hf_posenc.schemes.weights import traced
 
 
 class FarRotation(PairwiseBias):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.parts import AttentionPairs, LogitBias, PairwiseBias, Positions
-from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.rope import RotaryMap, by_frequencies_alone
 from hf_posenc.schemes.rotary.rotation_kernel import (
     RotationFactors,
@@ -19,6 +18,7 @@ from hf_posenc.schemes.rotary.rotation_kernel import (
     factors_of_signed_angles,
     takes_signed_angles,
 )
+from hf_posenc.schemes.weights import traced
 
 
 class ContextualRotation(PairwiseBias):

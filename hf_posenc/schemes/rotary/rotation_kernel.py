@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import traced
+from hf_posenc.schemes.weights import traced
 
 #: Bytes of the heads that one core rotates at a time. With the result and the exchanged pairs this takes 3 MiB. Larger
 #: pieces gain nothing, because allocations of that size are cached; smaller ones cost more calls.

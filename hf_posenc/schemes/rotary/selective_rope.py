@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import Positions, tokens_at, traced
+from hf_posenc.schemes.positions import Positions, tokens_at
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, unfilled
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.rotation_kernel import (
@@ -22,6 +22,7 @@ from hf_posenc.schemes.rotary.rotation_kernel import (
 )
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
+from hf_posenc.schemes.weights import traced
 
 
 class SelectiveRotation(ContextualRotation):

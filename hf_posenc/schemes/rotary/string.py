@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
-from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap, by_frequencies_alone
 from hf_posenc.schemes.rotary.rotation_kernel import (
@@ -20,7 +19,7 @@ from hf_posenc.schemes.rotary.rotation_kernel import (
     rotation_factors,
 )
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
-from hf_posenc.schemes.weights import stacked
+from hf_posenc.schemes.weights import stacked, traced
 
 
 class RotationInBasis(QueryKeyMap):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.parts import DeviceConstant, Reach
-from hf_posenc.schemes.positions import Positions, require
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_exponents
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, SMALLEST_FACTOR
+from hf_posenc.schemes.weights import require
 
 #: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the product with the heads needs a margin.
 MAX_LOG_MAGNITUDE = 80.0
