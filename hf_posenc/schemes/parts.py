@@ -21,18 +21,15 @@ is in `hf_posenc.patching`.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError
-from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions
+from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, Reach as Reach
 from hf_posenc.schemes.statements import (
     STATED_METHODS,
     overlooked,
@@ -40,70 +37,54 @@ from hf_posenc.schemes.statements import (
     symmetric_by_methods,
     withdraw_statements,
 )
-from hf_posenc.schemes.weights import DeviceConstant as DeviceConstant, LearnedWeights, assert_in_graph, traced
+from hf_posenc.schemes.weights import LearnedWeights, exporting, traced
+
+#: Older versions pass no objects to functions that they call while they trace.
+_MAY_PREPARE = torch.__version__ >= "2.13"
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The maximum length and the intended length of one part, in tokens.
+class DeviceConstant:
+    """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
+
+    A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
+    computed from bfloat16 frequencies are off by full turns after a few hundred positions. No copy is made in inference
+    mode, because it could not be used in training.
 
     Args:
-        length: the longest sequence that the part can encode; `None` if there is no limit.
-        remedy: the end of the error message "A sequence of length 9 is longer than the 8 positions ...". It says which
-            positions these are and which option increases their number.
-        made_for: the length that the options of the part are configured for, such as `factor * original_max_positions`
-            of YaRN; `None` if the options do not specify one.
+        values: the constant on the CPU.
     """
 
-    length: int | None = None
-    remedy: str = ""
-    made_for: int | None = None
+    def __init__(self, values: Tensor) -> None:
+        if values.is_inference():
+            with torch.inference_mode(False):
+                values = values.clone()
+        self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
 
-    def check(self, positions: Positions | Tensor) -> None:
-        """Raises an error if a position exceeds the limit.
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the constant on `device`. It is copied once per device."""
+        if _MAY_PREPARE and device.type != "cpu" and torch.compiler.is_compiling() and not exporting():
+            # A graph with an input on the CPU cannot be a CUDA graph.
+            _make_copy(self, device)
+        copy = self._copies.get(device)
+        if copy is None:
+            # A tensor made while tracing must not outlive the trace.
+            if torch.compiler.is_compiling():
+                return self._copies[torch.device("cpu")].to(device)
+            _make_copy(self, device)
+            copy = self._copies[device]
+        return copy
 
-        The check is skipped when there are no values (the meta device). Values on a device are not read: the host knows
-        a bound, unless the caller passed positions. These are checked on the device, as in a compiled graph.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_copies": {torch.device("cpu"): self._copies[torch.device("cpu")]}}
 
-        Args:
-            positions: those of a call, or any tensor of them.
 
-        Raises:
-            SequenceLengthError: naming the length found, the limit and the remedy.
-        """
-        if isinstance(positions, Tensor):
-            positions = Positions(positions, positions)
-        ids = positions.ids
-        if self.length is None or ids.is_meta or ids.numel() == 0:
-            return
-        unread = not (ids.is_cpu or torch.jit.is_tracing()) and positions.bound() is None
-        if torch.compiler.is_compiling() or unread:
-            assert_in_graph((ids < self.length).all(), f"A token is beyond the {self.length} positions {self.remedy}")
-            return
-        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        if not positions.all_below(self.length):
-            raise SequenceLengthError(
-                f"A sequence of length {positions.length()} is longer than the {self.length} positions {self.remedy}"
-            )
-
-    def under(self, last_position: Callable[[int], int | None]) -> Reach:
-        """Returns the reach of this part if its positions are mapped.
-
-        Args:
-            last_position: a function that takes a position and returns the greatest position that tokens up to it can
-                be mapped to. It must not decrease. With `None`, the limit is not changed.
-        """
-        limit, most = self.length, sys.maxsize
-        if limit is None or last_position(most - 1) is None:
-            return Reach(limit, self.remedy)
-
-        def beyond(length: int) -> bool:
-            last = last_position(length - 1)
-            return last is not None and last >= limit
-
-        longest = bisect.bisect_left(range(1, most), True, key=beyond)
-        return Reach(None if longest == most - 1 else longest, self.remedy)
+@torch.compiler.assume_constant_result
+def _make_copy(constant: DeviceConstant, device: torch.device) -> bool:
+    """Makes the copy on a device. A compiler calls this while it traces, and then finds the copy."""
+    if device not in constant._copies:
+        with torch.inference_mode(False):
+            constant._copies[device] = constant._copies[torch.device("cpu")].to(device)
+    return True
 
 
 def shortest(reaches: Iterable[Reach]) -> Reach:

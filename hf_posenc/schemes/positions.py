@@ -1,9 +1,11 @@
-"""The inputs of parts: the positions of tokens, and the queries and keys of one attention layer."""
+"""The inputs of parts: the positions of tokens and how far they reach, and the queries and keys of one layer."""
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.weights import (
     AlikeParts,
     KeptValues,
     ModuleType,
     Parts,
     Value,
+    assert_in_graph,
     gradients_may_be_shared,
     of_each,
     once_in_graph,
@@ -373,3 +377,66 @@ class AttentionPairs:
 def integer_range(start: int, length: int, device: torch.device | str | None = None) -> Tensor:
     """`(1, length)` int64: `start, start + 1, ...`."""
     return torch.arange(start, start + length, device=device).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The maximum length and the intended length of one part, in tokens.
+
+    Args:
+        length: the longest sequence that the part can encode; `None` if there is no limit.
+        remedy: the end of the error message "A sequence of length 9 is longer than the 8 positions ...". It says which
+            positions these are and which option increases their number.
+        made_for: the length that the options of the part are configured for, such as `factor * original_max_positions`
+            of YaRN; `None` if the options do not specify one.
+    """
+
+    length: int | None = None
+    remedy: str = ""
+    made_for: int | None = None
+
+    def check(self, positions: Positions | Tensor) -> None:
+        """Raises an error if a position exceeds the limit.
+
+        The check is skipped when there are no values (the meta device). Values on a device are not read: the host knows
+        a bound, unless the caller passed positions. These are checked on the device, as in a compiled graph.
+
+        Args:
+            positions: those of a call, or any tensor of them.
+
+        Raises:
+            SequenceLengthError: naming the length found, the limit and the remedy.
+        """
+        if isinstance(positions, Tensor):
+            positions = Positions(positions, positions)
+        ids = positions.ids
+        if self.length is None or ids.is_meta or ids.numel() == 0:
+            return
+        unread = not (ids.is_cpu or torch.jit.is_tracing()) and positions.bound() is None
+        if torch.compiler.is_compiling() or unread:
+            assert_in_graph((ids < self.length).all(), f"A token is beyond the {self.length} positions {self.remedy}")
+            return
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if not positions.all_below(self.length):
+            raise SequenceLengthError(
+                f"A sequence of length {positions.length()} is longer than the {self.length} positions {self.remedy}"
+            )
+
+    def under(self, last_position: Callable[[int], int | None]) -> Reach:
+        """Returns the reach of this part if its positions are mapped.
+
+        Args:
+            last_position: a function that takes a position and returns the greatest position that tokens up to it can
+                be mapped to. It must not decrease. With `None`, the limit is not changed.
+        """
+        limit, most = self.length, sys.maxsize
+        if limit is None or last_position(most - 1) is None:
+            return Reach(limit, self.remedy)
+
+        def beyond(length: int) -> bool:
+            last = last_position(length - 1)
+            return last is not None and last >= limit
+
+        longest = bisect.bisect_left(range(1, most), True, key=beyond)
+        return Reach(None if longest == most - 1 else longest, self.remedy)

@@ -22,8 +22,6 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 Parts = nn.Module | Sequence[nn.Module]
 #: Where the modules are written that compute the same until a weight or a buffer changes.
 _FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
-#: Older versions pass no objects to functions that they call while they trace.
-_MAY_PREPARE = torch.__version__ >= "2.13"
 
 
 def traced() -> bool:
@@ -151,50 +149,6 @@ class NativeTable(nn.Module):
             return False
         self.weight.copy_(native)
         return True
-
-
-class DeviceConstant:
-    """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
-
-    A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
-    computed from bfloat16 frequencies are off by full turns after a few hundred positions. No copy is made in inference
-    mode, because it could not be used in training.
-
-    Args:
-        values: the constant on the CPU.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        if values.is_inference():
-            with torch.inference_mode(False):
-                values = values.clone()
-        self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
-
-    def on(self, device: torch.device) -> Tensor:
-        """Returns the constant on `device`. It is copied once per device."""
-        if _MAY_PREPARE and device.type != "cpu" and torch.compiler.is_compiling() and not exporting():
-            # A graph with an input on the CPU cannot be a CUDA graph.
-            _make_copy(self, device)
-        copy = self._copies.get(device)
-        if copy is None:
-            # A tensor made while tracing must not outlive the trace.
-            if torch.compiler.is_compiling():
-                return self._copies[torch.device("cpu")].to(device)
-            _make_copy(self, device)
-            copy = self._copies[device]
-        return copy
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_copies": {torch.device("cpu"): self._copies[torch.device("cpu")]}}
-
-
-@torch.compiler.assume_constant_result
-def _make_copy(constant: DeviceConstant, device: torch.device) -> bool:
-    """Makes the copy on a device. A compiler calls this while it traces, and then finds the copy."""
-    if device not in constant._copies:
-        with torch.inference_mode(False):
-            constant._copies[device] = constant._copies[torch.device("cpu")].to(device)
-    return True
 
 
 def modules_of(part: nn.Module) -> list[nn.Module]:

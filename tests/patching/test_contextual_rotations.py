@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_posenc import UnsupportedError, accept_cache, patch_model
 from hf_posenc.attention.key_channels import num_channels
-from hf_posenc.patching.call import interface_attention, logit_site
+from hf_posenc.patching.call import interface_attention, pairwise_site
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
@@ -180,7 +180,7 @@ def test_caches_hold_keys_that_are_rotated_by_sums(
     model, ids, inputs = patched(scheme, window), tokens(3, 24), INPUTS[given]
     expected, real = logits(model, ids, **inputs, use_cache=True), inputs.get("attention_mask", SHOWN).bool()
     lengths = []
-    for module in (logit_site, contextual):
+    for module in (pairwise_site, contextual):
         rotate = module.apply_rotation
         monkeypatch.setattr(module, "apply_rotation", lambda x, *a, f=rotate: (lengths.append(x.shape[2]), f(x, *a))[1])
     found = decoded(model, ids, make(model.config), [9, 4, *[1] * 11], **inputs)

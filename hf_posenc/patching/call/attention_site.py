@@ -23,8 +23,8 @@ from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
 from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
 from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
-from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.outside_stack import state_of_layer
+from hf_posenc.patching.call.pairwise_site import PairwiseSite, refuse_cached_coordinates
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -138,7 +138,7 @@ class CacheUpdateHook:
 Phases = tuple[Tensor, ...]
 
 
-class AttentionSite(LogitSite):
+class AttentionSite(PairwiseSite):
     """Stands in for the `forward` of one attention module instance."""
 
     #: Sizes of the windows of patches in which the module works, `(rows, columns)`, if it states them.

@@ -19,9 +19,9 @@ from hf_posenc.attention.block_attention import for_kernel, single_query_attenti
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
-from hf_posenc.patching.call.distance_site import kept_rows
 from hf_posenc.patching.call.forward_state import joins_layers, parts_of_kind
 from hf_posenc.patching.call.key_positions import bound_of_unread
+from hf_posenc.patching.call.logit_site import kept_rows
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias, rows_of_terms
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation

@@ -16,10 +16,9 @@ from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import first_cache
-from hf_posenc.patching.call.distance_site import form_of_places
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
-from hf_posenc.patching.call.logit_site import check_heads
+from hf_posenc.patching.call.logit_site import check_heads, form_of_places
 from hf_posenc.patching.call.paged_requests import EAGER
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.positions import Positions

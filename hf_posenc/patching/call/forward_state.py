@@ -28,7 +28,7 @@ from hf_posenc.schemes.weights import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.call.distance_site import DistanceSite
+    from hf_posenc.patching.call.logit_site import LogitSite
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
 Value = TypeVar("Value")
@@ -364,7 +364,7 @@ class ForwardState:
         return value
 
     def together(
-        self, site: DistanceSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any
+        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any
     ) -> tuple[dict[int, int], Any] | None:
         """What the `of_layers` of a part gives for the layers of a kind, evaluated once per forward and device.
 
@@ -406,7 +406,7 @@ def joins_layers(part: Part | None) -> bool:
     return "of_layers" in vars(type(part))
 
 
-def parts_of_kind(site: DistanceSite, name: str) -> list[Any]:
+def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
     """The parts in the layers of the same kind as that of a site, each once. They differ only in their weights."""
     own, layers = getattr(site.encoding, name), getattr(site.runtime.watch, "encoding", None)
     if layers is None or site.encoding.kind is None:

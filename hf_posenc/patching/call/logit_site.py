@@ -1,42 +1,57 @@
-"""The changes that a scheme makes to the logits of one attention layer: bias and scale."""
+"""The changes that a scheme makes to the logits of one attention layer: distance biases, and the scale.
+
+A bias of distances is computed by slots where their distances are those of positions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, cast
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.attention.block_attention import without_autocast
-from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm, sum_of_forms
+from hf_posenc.attention.blockwise import SIZES
+from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm, distance_form, first_key_slot, sum_of_forms
 from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
-from hf_posenc.patching.call.distance_site import DistanceSite
-from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
-from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
-from hf_posenc.schemes.features import pairs_of_parts
-from hf_posenc.schemes.parts import HIDDEN, DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
-from hf_posenc.schemes.rotary.contextual import ContextualRotation
-from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
-from hf_posenc.schemes.weights import assert_in_graph, traced
+from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, parts_of_kind
+from hf_posenc.patching.call.key_positions import (
+    bound_of_unread,
+    key_positions,
+    positions_never_decrease,
+    require_window,
+    shifts,
+    slot_distances_are_exact,
+)
+from hf_posenc.patching.forwards import PlacedForward
+from hf_posenc.schemes.parts import HIDDEN, DistanceBias, LogitBias, PairwiseBias, Part
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.weights import KeptValues, assert_in_graph, traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
 
-
 #: Of `query . key`, of the query and of the key.
 Factors = tuple[Factor, Factor, Factor]
+_UNEVEN = (
+    "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
+    "a compiled graph uses the distances between slots. Run this call without torch.compile."
+)
 
 
-class LogitSite(DistanceSite):
+class LogitSite(PlacedForward):
     """Computes the changes that a scheme makes to the logits of one attention module.
 
     The module is an ordinary attribute, so that deep copies and pickles of a site refer to the copied module.
     """
+
+    #: Whether the mask of a call is known, so that a causal layer without one lets no query see later keys.
+    knows_mask = False
 
     def check_head_count(self, query: Tensor) -> None:
         """Checks the number of heads if the scheme has values for individual heads."""
@@ -45,36 +60,6 @@ class LogitSite(DistanceSite):
             return
         if encoding.shard is not None or any(next(part.parameters(), None) is not None for part in encoding.parts):
             check_heads(encoding.num_heads, query.shape[1])
-
-    def refuse_pooled_keys(self, queries: int, keys: int) -> None:
-        """Refuses attention in which queries and keys are not the same patches."""
-        if queries != keys and self.encoding.parts:
-            subject = f"the scheme of {type(self.module).__name__} ({queries} queries, {keys} keys)"
-            POOLED_PATCHES.refuse(self.encoding.needs(), subject)
-
-    def find_features(self, call: LayerCall, query_length: int, key_length: int) -> None:
-        """Computes the features of the keys unless the cache had them. Without a cache the new keys are all there are.
-
-        Raises:
-            UnsupportedError: if there are cached keys, whose features are unknown.
-        """
-        if not self.encoding.num_features or call.key_features is not None or call.rotation is not None:
-            return
-        if key_length != query_length:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} has {key_length} keys for {query_length} queries, but they did not "
-                f"pass through a cache whose update can be intercepted, and {type(self.encoding.logit_bias).__name__} "
-                "has to cache features of each key. Use use_cache=False."
-            )
-        call.key_features = self.new_features(call)
-
-    def new_features(self, call: LayerCall) -> Tensor:
-        """`(batch, feature heads, query_len, features)` float32 of the new tokens. The call keeps those of queries."""
-        bias = self.encoding.logit_bias
-        assert isinstance(bias, PairwiseBias)
-        with without_autocast(call.hidden_states.device):
-            features, call.query_features = call.state.own(bias).features(call.hidden_states)
-        return features
 
     def bias(
         self,
@@ -103,87 +88,25 @@ class LogitSite(DistanceSite):
         assert bias is not None
         if state.sequence is not None:
             state.require_whole(f"{type(self.module).__name__} does not call an attention function")
-        summands = self.encoding.summands
-        forms: list[BiasForm] = []
-        pairs: list[AttentionPairs] = []
-        for index, summand in enumerate(summands):
-            if rotated and summand.rotates_heads:
-                continue
-            if isinstance(summand, DistanceBias):
-                forms.append(self.distance_form_of(summand, state, query, key, mask, folds))
-                continue
-            if not pairs:
-                check_cache(bias, state)
-                call.pairs = whole = self._pairs(call, query, key, factors)
-                pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
-            forms.append(_pairwise_form(summand, state, pairs[index], self))
+        summands = [part for part in self.encoding.summands if not (rotated and part.rotates_heads)]
+        of_pairs: dict[LogitBias, BiasForm] = {}
+        if not all(isinstance(part, DistanceBias) for part in summands):
+            of_pairs = self.pairwise_forms(call, query, key, factors, summands)
+        forms = [
+            self.distance_form_of(part, state, query, key, mask, folds)
+            if isinstance(part, DistanceBias)
+            else of_pairs[part]
+            for part in summands
+        ]
         form = forms[0] if len(forms) == 1 else sum_of_forms(forms, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state)
 
-    def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives.
-
-        Keys that were rotated before they entered the cache are returned as they are.
-        """
-        bias = self.encoding.logit_bias
-        assert bias is not None
-        check_cache(bias, call.state)
-        rotation = self.encoding.rotation_before_cache
-        if rotation is not None and call.rotation is not None:
-            check_heads(self.encoding.num_heads, query.shape[1])
-            with without_autocast(query.device):
-                return apply_rotation(query, call.rotation, rotation.layout), key
-        # Rotated heads are multiplied by the layer itself, with its own factor.
-        pairs = self._pairs(call, query, key, (1.0, 1.0, 1.0))
-        check_heads(self.encoding.num_heads, query.shape[1])
-        summands = self.encoding.summands
-        for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
-            if isinstance(summand, ContextualRotation) and summand.rotates_heads:
-                if own.query is not query:
-                    own = dataclasses.replace(own, query=query, key=key)
-                with without_autocast(query.device):
-                    query, key = call.state.own(summand).rotated(own)
-        return query, key
-
-    def rotates_before_cache(self, key: Tensor) -> bool:
-        """Whether the layer's input rotates new keys before they are cached: if they are complete heads by then."""
-        encoding = self.encoding
-        if encoding.rotation_before_cache is None or not encoding.rotates_by_input:
-            return False
-        return key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
-
-    def rotated_before_cache(
-        self, call: LayerCall, key: Tensor, features: Tensor, cached: Tensor | None = None, in_slots: bool = False
-    ) -> Tensor:
-        """Rotates new keys, and keeps the factors for the queries.
-
-        Args:
-            call: the call in progress.
-            key: `(batch, key_value_heads, query_len, head_dim)`.
-            features: those of the new tokens.
-            cached: those of cached tokens, or `None` if there are none, or if they are not needed.
-            in_slots: whether `cached` has room for the new tokens, and their slots are a tensor.
-        """
-        assert self.encoding.rotation_before_cache is not None
-        rotation, state, new = call.state.own(self.encoding.rotation_before_cache), call.state, key.shape[-2]
-        with without_autocast(key.device):
-            if rotation.angles_of_own_token:
-                call.rotation = rotation.factors(features, state.positions(), key.dtype)
-            elif cached is not None and in_slots:
-                keys, slots = self._places(state, new, cached.shape[-2], as_cached=True)
-                of_slots = cached.index_copy(-2, slots, features)
-                call.rotation = rotation.factors_in_slots(of_slots, keys, slots, key.dtype)
-            else:
-                length = new if cached is None else cached.shape[-2] + new
-                keys, _ = self._places(state, new, length, as_cached=True)
-                if not traced() and length > new and is_accepted(state.cache_object):
-                    before = keys.ids[:, :-new]
-                    # Some of the tokens whose angles cached keys were rotated by are gone.
-                    if bool(((before >= 0).sum(-1) <= before.amax(-1)).any()):
-                        EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-                call.rotation = rotation.factors(features, keys, key.dtype, cached)
-            return apply_rotation(key, call.rotation, rotation.layout)
+    def pairwise_forms(
+        self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors, summands: Sequence[LogitBias]
+    ) -> dict[LogitBias, BiasForm]:
+        """The forms of those summands that are no distance biases, for the arguments of the method `bias`."""
+        raise NotImplementedError
 
     def _scaled_form(self, form: BiasForm, state: ForwardState) -> RowsForm:
         scale, bias = self.scale(state), self.encoding.logit_bias
@@ -196,31 +119,6 @@ class LogitSite(DistanceSite):
             return torch.where(rows > HIDDEN / 1e6, rows * of_rows, rows) if hides else rows * of_rows
 
         return RowsForm(compute, form.query_length, form.key_length, form.heads)
-
-    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors) -> AttentionPairs:
-        state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
-        self.find_features(call, query_length, key_length)
-        if state.dropped:
-            EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-            bias = self.encoding.logit_bias
-            state.shared(("smaller cache", id(bias)), lambda: refuse_smaller_cache(state, bias), everywhere=True)
-        if self.encoding.needs_oldest_keys:
-            self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
-        keys, query_slots = self._places(state, query_length, key_length)
-        assert self.encoding.logit_bias is not None
-        if state.coordinates is not None:
-            refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
-        inputs = (call.hidden_states, call.key_features, *factors[1:], call.query_features)
-        return AttentionPairs(query, key, query_slots, keys, factors[0], *inputs)
-
-    def _require_oldest_keys(self, key_start: int | Tensor) -> None:
-        """Refuses a cache that has dropped its oldest keys."""
-        if isinstance(key_start, int) and key_start == 0:
-            return
-        message = SLIDING_CACHE.refusal(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-        if isinstance(key_start, int):
-            raise UnsupportedError(message)
-        assert_in_graph(key_start == 0, message)
 
     def scale(self, state: ForwardState) -> Tensor | float:
         """`(batch or 1, heads or 1, query_len)` float32, or a number for all queries."""
@@ -247,46 +145,220 @@ class LogitSite(DistanceSite):
             check_heads(factor.shape[1], query.shape[1])
         return query * factor.unsqueeze(-1).to(query.dtype)
 
+    def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
+        """Slots of the first query and of the first key."""
+        offset = key_length - query_length if state.offset is None else state.offset
+        first = first_key_slot(offset, query_length, key_length)
+        if isinstance(first, int) and first > 0:
+            require_window(state)
+        return offset, first
 
-def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, site: LogitSite) -> BiasForm:
-    bias, key_length = state.own(part), pairs.key.shape[-2]
-    if isinstance(bias, SeparableBias) and bias.separable:
-        with without_autocast(pairs.query.device):
-            terms = bias.key_terms(pairs)
-        if terms.ndim != 3:
-            raise wrong_shape(bias, terms, "(batch or 1, heads, key_len)")
-        return FusedForm(None, pairs.query.shape[-2], key_length, terms=terms, query_slots=pairs.query_slots)
+    def _places(
+        self, state: ForwardState, query_length: int, key_length: int, as_cached: bool = False
+    ) -> tuple[Positions, Tensor]:
+        """The positions of the keys, and for each query the index of the key of the same token."""
 
-    crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
-    repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
-    lengths, alone = (pairs.query.shape[-2], key_length), part is site.encoding.logit_bias and joins_layers(part)
+        def find() -> tuple[Positions, Tensor]:
+            query_start, key_start = self.key_start(state, query_length, key_length)
+            slots = torch.arange(query_length, device=state.device) + (query_start - key_start)
+            return key_positions(state, key_start, key_length, as_cached), slots
+
+        return state.shared(("pairs", as_cached), find, query_length, key_length)
+
+    def distance_form_of(
+        self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
+    ) -> BiasForm:
+        """The form of a distance bias, for the arguments of the method `bias`; layers with the same part share it."""
+        query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
+
+        # Few pairs are looked up by their positions, which is faster than to read whether a mask has gaps.
+        few = device.type != "cpu" and not folds and query_length * key_length <= SIZES[False].short_pairs
+        few = few and not (torch.is_grad_enabled() and any(one.requires_grad for one in bias.parameters()))
+
+        def find() -> tuple[int | Tensor, bool | Tensor | None]:
+            offset, first = self.key_start(state, query_length, key_length)
+            if few and bound_of_unread(state) is not None:
+                return offset, None
+            return offset, slot_distances_are_exact(state, first, key_length, mask)
+
+        offset: int | Tensor = 0
+        of_slots: bool | Tensor | None = True
+        given = state.position_ids is not None or state.attention_mask is not None or state.cache_object is not None
+        if given or not isinstance(state.offset, int) or state.offset != 0:
+            offset, of_slots = state.shared(("slots", few), find, query_length, key_length, mask=mask)
+        if of_slots is None:
+            return self._form_of_counts(bias, state, query_length, key_length)
+        if isinstance(of_slots, Tensor) and query_length > 1:
+            # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
+            assert_in_graph(of_slots, _UNEVEN)
+        elif of_slots is not True:
+            # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
+            restarts = mask is None and query.shape[0] == 1
+            return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
+
+        def compute() -> FusedForm:
+            joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
+            if query_length == 1:
+                biases = parts_of_kind(self, "logit_bias") if joined else [bias]
+                kept = kept_rows(biases, state, key_length)
+                if kept is not None:
+                    index = biases.index(bias)
+                    return FusedForm(kept[0][index, 0, :, 0], 1, key_length, kept[1][index])
+            found = self.vectors_of_layers(state, query_length, key_length, mask) if joined else None
+            if found is not None:
+                return FusedForm(found[1][found[0][id(bias)]], query_length, key_length)
+            form = distance_form(state.own(bias), offset, query_length, key_length, device)
+            shared = torch.compiler.is_compiling() or state.may_be_of_layers()
+            return form if shared else dataclasses.replace(form, of_layers=False)
+
+        return state.shared(("bias", id(bias)), compute, query_length, key_length)
+
+    def vectors_of_layers(
+        self, state: ForwardState, query_length: int, key_length: int, mask: Any
+    ) -> tuple[dict[int, int], Tensor] | None:
+        """The distance biases of layers together, `(layers, heads, query_len + key_len - 1)`, for their gradients.
+
+        Those of later keys are 0 if no query sees any. Without gradients each layer computes its own, so that rounding
+        does not depend on whether positions have gaps.
+        """
+        if query_length + key_length > FEW_TOKENS or not torch.is_grad_enabled():
+            return None
+        # A query without keys has the mean of all values in modules that compute their scores, later ones included.
+        all_see_keys = mask is None and state.attention_mask is None
+        unseen = query_length - 1 if all_see_keys and self.encoding.causal and self.knows_mask else 0
+
+        def distances() -> tuple[Tensor]:
+            offset, first = self.key_start(state, query_length, key_length)
+            count = query_length + key_length - 1
+            return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
+
+        lengths = (query_length, key_length, unseen)
+        found = state.together(self, "logit_bias", distances, *lengths)
+        if found is None or not unseen:
+            return found
+        key = ("with later keys", id(found[0]))
+        return found[0], state.shared(key, lambda: nn.functional.pad(found[1], (0, unseen)), *lengths)
+
+    def _form_of_counts(self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
+        """The distance bias of few pairs whose positions have a bound."""
+        repeated = self.encoding.repeats_bias
+
+        def rows() -> Tensor:
+            if query_length == 1:
+                joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
+                biases = parts_of_kind(self, "logit_bias") if joined else [bias]
+                kept = kept_rows(biases, state, key_length)
+                if kept is not None:
+                    return kept[0][biases.index(bias)]
+            index, span = self._counted(state, query_length, key_length)
+            distances = torch.arange(-span, span + 1, device=state.device)
+            with without_autocast(distances.device):
+                values = state.shared(("counted", id(bias)), lambda: state.own(bias)(distances), span)
+            return values[:, index].transpose(0, 1)
+
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            lengths = (query_length, key_length)
+            every = state.shared(("counted rows", id(bias)), rows, *lengths) if repeated else rows()
+            return every[..., start:stop, :key_count]
+
+        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
+
+    def _counted(self, state: ForwardState, query_length: int, key_length: int) -> tuple[Tensor, int]:
+        """`(batch, query_len, key_len)`: the distances of pairs, plus a number of which none is farther."""
+        span = bound_of_unread(state)
+        assert span is not None
+
+        def compute() -> Tensor:
+            keys, slots = self._places(state, query_length, key_length)
+            ids = keys.ids if state.of_grid else _with_places_of_padding(keys.ids)
+            distances = ids.unsqueeze(-2) - ids.index_select(-1, slots).unsqueeze(-1)
+            return (distances + span).clamp(0, 2 * span)
+
+        return state.shared("counted", compute, query_length, key_length), span
+
+    def _form_of_positions(
+        self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int, folds: bool, restarts: bool
+    ) -> BiasForm:
+        """The distance bias when distances between positions differ from those between slots, which is slower.
+
+        Distances are subtracted as integers and then scaled. A number per key would be rounded at the size of the
+        positions, so that a far token would cost near ones their precision. Only kernels without a bias receive it.
+        """
+        _, first = self.key_start(state, query_length, key_length)
+        keys, query_slots = self._places(state, query_length, key_length)
+        own_bias, linear = state.own(bias), folds and self.encoding.causal
+        slopes = own_bias.slopes_behind(keys.ids.device) if linear and own_bias.states_slopes else None
+        if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
+            # Relative to the first position, so that no later token changes the values of earlier ones.
+            steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
+            return FusedForm.of_keys(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
+
+        queries = keys.ids.index_select(-1, query_slots)
+        return form_of_places([own_bias], queries, keys.ids, self.encoding.num_heads)
+
+
+def _with_places_of_padding(ids: Tensor) -> Tensor:
+    """Positions `(batch or 1, length)` in which padding continues those of real tokens, if none of these has gaps.
+
+    The bias of padding then equals that by slots. Nobody uses it, but outputs at padding are the same on all devices.
+    """
+    slots, real = torch.arange(ids.shape[1], device=ids.device), ids >= 0
+    least, most = shifts(ids, real)
+    gaps = (most > least).any()
+    return ids.where(real | gaps, slots + most.unsqueeze(-1))
+
+
+def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor, heads: int) -> RowsForm:
+    """The sum of distance biases, computed for every pair.
+
+    Args:
+        biases: the biases, on the device of the positions.
+        queries: `(batch or 1, query_len)`, the positions of the queries.
+        keys: `(batch or 1, key_len)`, those of the keys.
+        heads: number of heads.
+    """
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
-        if repeats and alone and (start, stop, key_count) == (0, *lengths):
-            found = state.together(site, "logit_bias", lambda: (pairs,), *lengths)
-            if found is not None:
-                return cast("Tensor", found[1][found[0][id(part)]])
-        if repeats:
-            return state.shared(("rows", id(part), start), lambda: evaluated(start, stop, key_count), stop, key_count)
-        return evaluated(start, stop, key_count)
+        distance = keys[:, None, :key_count] - queries[:, start:stop, None]
+        with without_autocast(distance.device):
+            per_head: Tensor = functools.reduce(torch.add, (bias(distance) for bias in biases))
+        return per_head.transpose(0, 1)
 
-    def evaluated(start: int, stop: int, key_count: int) -> Tensor:
-        own = pairs if pairs.query.shape[-2] == 1 else pairs.of_queries(start, stop)
-        if crops and key_count < key_length:
-            own = own.of_first_keys(key_count)
-        # The bias is float32 in every model. Autocast would compute it in lower precision.
-        with without_autocast(own.query.device):
-            result: Tensor = bias(own)
-        if result.ndim != 4:
-            raise wrong_shape(bias, result, "(batch or 1, heads, query_len, key_len)")
-        check_heads(result.shape[1], pairs.query.shape[1])
-        return result if result.shape[-1] == key_count else result[..., :key_count]
+    return RowsForm(compute, queries.shape[-1], keys.shape[-1], heads)
 
-    other = None
-    if isinstance(bias, PairwiseBias) and pairs.query.shape[-2] > 1 and not torch.is_grad_enabled() and not traced():
-        with without_autocast(pairs.query.device):
-            other = bias.other_heads(pairs)
-    return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1], other)
+
+def kept_rows(
+    biases: Sequence[DistanceBias], state: ForwardState, key_length: int
+) -> tuple[Tensor, list[Tensor | None]] | None:
+    """The biases of a single query that is the newest token, from values of twice the length that a cache keeps.
+
+    Returns:
+        `(layers, batch or 1, heads, 1, key_len)`, and the slopes of those that have any. `None` if they cannot be
+        kept: with gradients, in a compiled graph, without a cache, or if there are keys after the query, as in a static
+        cache.
+    """
+    kept: KeptValues | None = state.memo.get(KeptValues)
+    if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
+        return None
+
+    def compute() -> tuple[Tensor, list[Tensor | None]]:
+        own = [state.own(bias) for bias in biases]
+        distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
+        slopes = [one.slopes_behind(distances.device) if one.states_slopes else None for one in own]
+        return torch.stack([one(distances) for one in own])[:, None, :, None], slopes
+
+    key = ("kept rows", id(biases[0]), key_length, state.device)
+    known: tuple[Tensor, list[Tensor | None]] | None = state.scratch.get(key)
+    if known is None:
+        name = f"bias on {state.device}"
+        values, slopes = kept.of(biases, name, compute, lambda known: known[0].shape[-1] >= key_length)
+        values = values.narrow(-1, values.shape[-1] - key_length, key_length)
+        if values.device.type != "cpu" and bound_of_unread(state) is not None:
+            keys = key_positions(state, state.offset + 1 - key_length, key_length).ids
+            index = (keys - state.positions().ids + (key_length - 1)).clamp(min=0)
+            values, slopes = values[:, 0, :, 0, index].transpose(1, 2).unsqueeze(-2), [None] * len(biases)
+        known = state.scratch[key] = values, slopes
+    return known
 
 
 def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:
@@ -302,13 +374,4 @@ def check_heads(of_scheme: int, of_layer: int) -> None:
             "If the heads are split across processes, let transformers split them (from_pretrained with tp_plan): with "
             "torch's parallelize_module, or weights split by hand, it is unknown which heads a process has. If they "
             "are not split, the scheme was built for another architecture: call patch_model again."
-        )
-
-
-def refuse_cached_coordinates(part: Part, state: ForwardState, keys: Positions) -> None:
-    """Refuses multi-axis positions for cached keys, because only one axis is recorded."""
-    if part.reads_coordinates and state.coordinates is not None and keys.coordinates is None:
-        raise UnsupportedError(
-            "The tokens of this call have positions on several axes. This layer needs those of the cached keys too, "
-            "and the cache does not hold them. Pass the whole sequence with use_cache=False."
         )
