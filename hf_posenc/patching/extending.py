@@ -185,7 +185,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             f"method={method!r} changes the model's own positions, but the {kind} is patched with {in_force.label!r}. "
             "Call unpatch_model first, or leave out the method to set the length only."
         )
-    rotations = [one for one in walk(native) if hasattr(one, "scaling")]
+    rotations = [scheme for scheme in walk(native) if hasattr(scheme, "scaling")]
     if not rotations:
         raise UnsupportedError(
             f"The methods of extend_context change a rotation by one position for each token, and the positions of the "
@@ -203,10 +203,12 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             "on. Patch it with a scaling of your own: patch_model(model, NativeConfig(scaling=YarnScaling(factor=..., "
             "original_max_positions=...)))."
         )
-    scalings = [one.scaling for one in rotations if one.scaling is not None]
+    scalings = [scheme.scaling for scheme in rotations if scheme.scaling is not None]
     original: list[Any] = [getattr(scaling, "original_max_positions", None) for scaling in scalings]
     # The config may state the length before the scaling, which then states both.
-    trained = max([stated, *(one.made_for(None) or 0 for one in scalings if hasattr(one, "original_max_positions"))])
+    trained = max(
+        [stated, *(scaling.made_for(None) or 0 for scaling in scalings if hasattr(scaling, "original_max_positions"))]
+    )
     unscaled = stated if not original else None if None in original else min(original)
     layers = {attention.layer for stack in stacks for attention in stack.attentions}
     far = far_layers(native, spans) & layers
@@ -270,8 +272,8 @@ def _warn_if_extrapolating(
                 continue
             made_for = rotation.length_reach.made_for or native or length
             scheme = config.for_layer(attention.layer, attention.layer_type)
-            far = [one for one in walk(scheme) if isinstance(one, FarPositionsConfig)]
-            if min([length, *(1 + one.greatest_distance(length) for one in far)]) <= made_for:
+            far = [part for part in walk(scheme) if isinstance(part, FarPositionsConfig)]
+            if min([length, *(1 + part.greatest_distance(length) for part in far)]) <= made_for:
                 continue
             if far:
                 remedy = (

@@ -36,8 +36,8 @@ def is_of_transformers(module_name: str) -> bool:
 
 def functions_called(forward: types.FunctionType, named: str = "apply_rotary") -> dict[str, Any]:
     """The functions that a forward calls by global names which contain `named`; by default the rotary functions."""
-    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if named in name}
-    return {name: function for name, function in found.items() if callable(function)}
+    functions = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if named in name}
+    return {name: function for name, function in functions.items() if callable(function)}
 
 
 def names_used(forward: Any) -> frozenset[str]:
@@ -63,11 +63,11 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     """The parameters of a class's forward. One that takes any arguments passes them on to a base class."""
-    for one in kind.__mro__:
+    for base in kind.__mro__:
         # An attribute, because a compiled forward cannot read the dictionary of a class that was changed.
-        found = parameters_of(one.forward) if hasattr(one, "forward") else {}
-        if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in list(found.values())[1:]):
-            return found
+        parameters = parameters_of(base.forward) if hasattr(base, "forward") else {}
+        if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in list(parameters.values())[1:]):
+            return parameters
     return parameters_of(kind.forward)
 
 
@@ -112,39 +112,39 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
     return outer
 
 
-def leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
+def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:
     """Whether a forward is `ours`, or a wrapper that holds it.
 
     A wrapper holds the forward inside it as an argument, a default, a variable of its closure or its module, an
     attribute, or under another name on the module that it belongs to, as accelerate does.
     """
     seen: dict[int, Any] = {}
-    level = {id(found): found}
+    level = {id(forward): forward}
     for _ in range(_DEEPEST_WRAPPER + 1):
         if id(ours) in level:
             return True
         seen |= level
-        inside = (inner for one in level.values() for inner in _held_by(one, module))
+        inside = (inner for holder in level.values() for inner in _held_by(holder, module))
         level = {id(inner): inner for inner in inside if id(inner) not in seen}
     return False
 
 
-def _held_by(found: Any, module: nn.Module) -> list[Any]:
+def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     """All objects to which a wrapper of a module's forward refers."""
-    if found is None or isinstance(found, nn.Module | Tensor | type | types.ModuleType):
+    if holder is None or isinstance(holder, nn.Module | Tensor | type | types.ModuleType):
         return []
-    inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
-    if isinstance(found, functools.partial):
-        inside += [found.func, *found.args, *found.keywords.values()]
-    if isinstance(found, types.FunctionType):
-        cells = (cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell))
-        inside += [*cells, *(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-        names = names_in(found.__code__) - {"forward"}
+    inside: list[Any] = [getattr(holder, "__wrapped__", None), getattr(holder, "__func__", None)]
+    if isinstance(holder, functools.partial):
+        inside += [holder.func, *holder.args, *holder.keywords.values()]
+    if isinstance(holder, types.FunctionType):
+        cells = (cell.cell_contents for cell in holder.__closure__ or () if _is_filled(cell))
+        inside += [*cells, *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
+        names = names_in(holder.__code__) - {"forward"}
         # A script holds the forward that it wraps under a global name.
-        known = {} if is_of_transformers(found.__module__ or "") else found.__globals__
+        known = {} if is_of_transformers(holder.__module__ or "") else holder.__globals__
         inside += [holder.get(name) for holder in (module.__dict__, known) for name in names]
-    elif not isinstance(found, types.MethodType):
-        inside += getattr(found, "__dict__", {}).values()
+    elif not isinstance(holder, types.MethodType):
+        inside += getattr(holder, "__dict__", {}).values()
     return inside
 
 
@@ -156,10 +156,10 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def unknown_seam(found: str) -> UnsupportedError:
+def unknown_seam(problem: str) -> UnsupportedError:
     """Returns the error for a name, a signature or a shape that discovery does not know, given what was found."""
     return UnsupportedError(
-        f"{found} It was read in transformers {transformers.__version__}, which may differ from the versions that "
+        f"{problem} It was read in transformers {transformers.__version__}, which may differ from the versions that "
         "hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one of these."
     )
 
@@ -171,8 +171,8 @@ def written_in(function: Any) -> str:
 
 def registered_function(config: PreTrainedConfig) -> Any:
     """The attention function of a model if other code than transformers has registered it, else `None`."""
-    found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
-    return None if found is None or written_in(found).startswith("transformers") else found
+    function = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
+    return None if function is None or written_in(function).startswith("transformers") else function
 
 
 class OfStack:
@@ -235,18 +235,18 @@ def forward_on_instance(module: nn.Module) -> Any:
     A tool may restore a `PlacedForward` after its scheme was removed. Such a retired object is skipped in favour of
     the forward inside it.
     """
-    found = module.__dict__.get(place_of_forward(module))
-    while isinstance(found, PlacedForward) and found.retired:
-        found = found.inner
+    forward = module.__dict__.get(place_of_forward(module))
+    while isinstance(forward, PlacedForward) and forward.retired:
+        forward = forward.inner
     # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook, and leaves
     # it on the module when the hook is removed.
-    return None if getattr(found, "__func__", None) is type(module).forward else found
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def refuse_foreign_forward(module: nn.Module, path: str = "") -> PlacedForward | None:
     """The forward that a patch has set on a module. Refuses that of another library, which a scheme would bypass."""
-    found = forward_on_instance(module)
-    if found is not None and not isinstance(found, PlacedForward):
+    forward = forward_on_instance(module)
+    if forward is not None and not isinstance(forward, PlacedForward):
         name = f"{path} ({type(module).__name__})" if path else f"This {type(module).__name__}"
         raise UnsupportedError(
             f"{name} has a forward that another library, or your code, has set on the instance. A position encoding "
@@ -254,7 +254,7 @@ def refuse_foreign_forward(module: nn.Module, path: str = "") -> PlacedForward |
             "in place. Then remove that forward (with the library that set it, or `del module.forward`), patch the "
             "model, and wrap the forward that the module has then."
         )
-    return found
+    return forward
 
 
 class OtherForward(PlacedForward):
@@ -358,6 +358,6 @@ class WithOverrides:
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
     """Removes a hook, registered or not. It is found by identity, because an interrupt could lose a handle."""
-    for number in [number for number, found in module._forward_pre_hooks.items() if found is hook]:
+    for number in [number for number, registered in module._forward_pre_hooks.items() if registered is hook]:
         del module._forward_pre_hooks[number]
         module._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -168,8 +168,8 @@ def resolve_native(transaction: Transaction, part: str, config: SchemeConfig, st
     asked = asked_scalings(config)
     if asked:
         _refuse_scaled_softmax(stacks, asked)
-        own = {scaling for one in walk(native) if (scaling := getattr(one, "scaling", None)) is not None}
-        replaced = own - {getattr(one, "scaling", None) for one in walk(resolved)}
+        scalings = {scaling for scheme in walk(native) if (scaling := getattr(scheme, "scaling", None)) is not None}
+        replaced = scalings - {getattr(scheme, "scaling", None) for scheme in walk(resolved)}
         if replaced:
             warn_user(
                 f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
@@ -184,8 +184,8 @@ def _refuse_scaled_softmax(stacks: list[Stack], asked: list[RopeScaling]) -> Non
     DeepSeek's attention does from `mscale_all_dim`.
     """
     for stack in stacks:
-        own = (getattr(stack.config, "rope_parameters", None) or {}).get("mscale_all_dim")
-        if not own and not any(getattr(scaling, "mscale_all_dim", None) for scaling in asked):
+        factor = (getattr(stack.config, "rope_parameters", None) or {}).get("mscale_all_dim")
+        if not factor and not any(getattr(scaling, "mscale_all_dim", None) for scaling in asked):
             continue
         for attention in stack.attentions:
             if hasattr(sys.modules[type(attention.module).__module__], "yarn_get_mscale"):
@@ -214,22 +214,22 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     problem = difference(transaction.model)
     with transaction.suspended() as target:
         anatomy = transaction.anatomy
-        found = anatomy.stacks()
-        context = _stock_context(target, found) if encoding is None else str(encoding.lengths)
+        stacks = anatomy.stacks()
+        context = _stock_context(target, stacks) if encoding is None else str(encoding.lengths)
         native = _native(transaction, anatomy.main)
         others: dict[str, dict[str, Any] | str] = {}
         for part in anatomy.parts:
             if part == anatomy.main:
                 continue
             try:
-                found = [*found, *anatomy.stacks([part])]
+                stacks = [*stacks, *anatomy.stacks([part])]
                 others[part] = _native(transaction, part)
             except PositionEncodingError as error:
                 others[part] = str(error)
-        placed = {} if encoding is None else {name: one.cross for name, one in encoding.stacks.items()}
-        stacks = [_inspect_stack(stack, placed.get(stack.name, {})) for stack in found]
+        placed = {} if encoding is None else {name: stack.cross for name, stack in encoding.stacks.items()}
+        inspected = [_inspect_stack(stack, placed.get(stack.name, {})) for stack in stacks]
         return Inspection(
-            type(target).__name__, target.config.model_type, native, in_force, stacks, context, problem, others
+            type(target).__name__, target.config.model_type, native, in_force, inspected, context, problem, others
         )
 
 
@@ -255,7 +255,7 @@ def _inspect_stack(stack: Stack, across: Container[str]) -> StackInspection:
     first = stack.attentions[0]
     reach = "attention interface" if first.uses_interface else "own scores, reached while its forward runs"
     reach = "sparse, so only vectors can be added to embeddings" if first.sparse else reach
-    found = StackInspection(
+    inspection = StackInspection(
         name=stack.name,
         part=stack.part,
         module_class=type(stack.module).__name__,
@@ -274,11 +274,11 @@ def _inspect_stack(stack: Stack, across: Container[str]) -> StackInspection:
         # The width of a rotation on a grid is not known.
         dimensions = "" if width is None else f"{width} of {rotating.head_dim} dimensions, "
         pairing = native_pairing(stack, rotating)
-        found.rotary.append(f"{modules} -> {', '.join(functions)}: {dimensions}{pairing or 'unknown'} pairing")
-    found.tables, found.biases = stack.layout.described(stack)
+        inspection.rotary.append(f"{modules} -> {', '.join(functions)}: {dimensions}{pairing or 'unknown'} pairing")
+    inspection.tables, inspection.biases = stack.layout.described(stack)
     if stack.mechanism:
-        found.biases.append(stack.mechanism)
-    return found
+        inspection.biases.append(stack.mechanism)
+    return inspection
 
 
 #: Fields with which configs state the number of experts in a layer.

@@ -146,7 +146,11 @@ def place_scheme(
             if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
                 limits.refuse(stack.needs(), encoding.label)
     _warn_if_uncacheable(encoding, transaction)
-    placed = [one for one in encoding.stacks.values() if previous is None or one not in previous.stacks.values()]
+    placed = [
+        stack_encoding
+        for stack_encoding in encoding.stacks.values()
+        if previous is None or stack_encoding not in previous.stacks.values()
+    ]
     _warn_if_only_scaled(encoding, placed)
     if not names_native(config):
         _warn_of_raster_order(encoding, placed)
@@ -156,7 +160,9 @@ def place_scheme(
     transaction.install(encoding)
     for name, stack in encoding.stacks.items():
         if stack.part in changed and not stack.adopted:
-            encoding.record.stacks[name].new = {(id(one), one._version) for one in stack.parameters()}
+            encoding.record.stacks[name].new = {
+                (id(stack_encoding), stack_encoding._version) for stack_encoding in stack.parameters()
+            }
     return {table for stack in placed for table in stack.unfilled}
 
 
@@ -296,7 +302,7 @@ def with_native_options(
     determines the native scheme of the stacks.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
-        number_of_axes(one.module, None) for stack in stacks for one in stack.rotaries
+        number_of_axes(rotary.module, None) for stack in stacks for rotary in stack.rotaries
     }:
         return config
     try:
@@ -355,7 +361,7 @@ def schedule(
         )
     assert elsewhere is not None
     wanted = enumerate(config if layer in chosen else elsewhere for layer in range(available[-1] + 1))
-    return ScheduleConfig(layers=tuple(one.for_layer(at, types.get(at)) for at, one in wanted))
+    return ScheduleConfig(layers=tuple(scheme.for_layer(at, types.get(at)) for at, scheme in wanted))
 
 
 def _places(stacks: list[Stack]) -> list[tuple[int, str | None]]:
@@ -394,20 +400,20 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
 
 def warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if the default base of a rotation, which was not given, differs from the model's own base."""
-    own = set().union(*(_thetas(getattr(stack.config, "rope_parameters", None)) for stack in stacks))
+    native_thetas = set().union(*(_thetas(getattr(stack.config, "rope_parameters", None)) for stack in stacks))
     changed = {
-        (found.name, found.theta)  # type: ignore[attr-defined]
-        for found in walk(config)
-        if getattr(found, "theta", None) is not None and not found.gave("theta")
+        (part.name, part.theta)  # type: ignore[attr-defined]
+        for part in walk(config)
+        if getattr(part, "theta", None) is not None and not part.gave("theta")
     }
     for name, theta in sorted(changed):
-        if not own or theta in own:
+        if not native_thetas or theta in native_thetas:
             continue
-        known = " and ".join(f"{value:g}" for value in sorted(own))
+        known = " and ".join(f"{value:g}" for value in sorted(native_thetas))
         warn_user(
             f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
-            f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
-            "change is intended."
+            f"trained model, pass theta={max(native_thetas):g} to keep its base (swap_scheme does so), or "
+            f"theta={theta:g} if the change is intended."
         )
 
 
@@ -415,14 +421,14 @@ def _thetas(parameters: Any) -> set[float]:
     """The bases in a config's `rope_parameters`; some models have one for each layer type."""
     if not isinstance(parameters, dict):
         return set()
-    own = {float(parameters["rope_theta"])} if parameters.get("rope_theta") is not None else set()
-    return own.union(*(_thetas(value) for value in parameters.values()))
+    thetas = {float(parameters["rope_theta"])} if parameters.get("rope_theta") is not None else set()
+    return thetas.union(*(_thetas(value) for value in parameters.values()))
 
 
 def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme adds the same number to every component, in a model whose norms remove it."""
     configs = [config.for_layer(*place) for place in _places(stacks)]
-    if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
+    if not any(getattr(part, "invisible_under_layer_norm", False) for part in configs):
         return
     if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):
         warn_user(
@@ -436,10 +442,12 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
     if any(stack.layout.has_axes or stack.reads_axes for stack in stacks):
         return
-    own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
-    if own:
+    unstated = [
+        part for part in walk(config) if part.name not in _DIAGONAL and _reads_axes(part) and not part.gave("grid")
+    ]
+    if unstated:
         warn_user(
-            f"Scheme {own[0].label!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
+            f"Scheme {unstated[0].label!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
             "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
             "`axes` raise an error unless a call passes position_ids of several axes."
         )

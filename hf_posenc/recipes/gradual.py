@@ -96,8 +96,8 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
         if is_blend(part):
             part.strength = float(strength)
     encoding.record.scheme = config
-    assert encoding.record.own is not None
-    attach_entry(encoding.record.own.config, config.to_dict())
+    assert encoding.record.active_config is not None
+    attach_entry(encoding.record.active_config.config, config.to_dict())
     refresh_names(encoding, scheme_changed=True)
 
 

@@ -381,8 +381,8 @@ def rows_of_terms(terms: Tensor, query_slots: Tensor, key_count: int | None = No
         return (first - terms.index_select(-1, query_slots)).unsqueeze(-2)
     # As many queries as keys are the same tokens. A graph must not depend on these numbers.
     same = not traced() and query_slots.shape[0] == terms.shape[-1]
-    own = terms if same else terms.index_select(-1, query_slots)
-    return first.unsqueeze(-2) - own.unsqueeze(-1)
+    of_queries = terms if same else terms.index_select(-1, query_slots)
+    return first.unsqueeze(-2) - of_queries.unsqueeze(-1)
 
 
 class LogitScale(Part):

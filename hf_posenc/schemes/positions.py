@@ -179,8 +179,10 @@ class Positions:
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
             layers = self.memo[AlikeParts].of(part)
-            found = of_each(layers, compute)
-            self.memo.update({(AlikeParts, name, id(one)): own for one, own in zip(layers, found, strict=True)})
+            values = of_each(layers, compute)
+            self.memo.update(
+                {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
+            )
             known = self.memo[AlikeParts, name, id(part)]
         return known
 

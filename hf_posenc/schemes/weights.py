@@ -223,13 +223,13 @@ class AlikeParts:
         if self._found is None:
             alike: dict[Hashable, dict[int, nn.Module]] = {}
             for kind, parts in self._layers():
-                inside = [module for one in parts for module in modules_of(one)]
+                inside = [module for each in parts for module in modules_of(each)]
                 for place, module in enumerate(inside if kind is not None else ()):
                     weights = [weight for weight in module._parameters.values() if weight is not None]
                     same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
                     if len(weights) == len(module._parameters) > 0:
                         alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
-            self._found = {one: [*found.values()] for found in alike.values() for one in found}
+            self._found = {each: [*group.values()] for group in alike.values() for each in group}
         return cast("list[ModuleType]", self._found.get(id(part), [part]))
 
 

@@ -25,7 +25,7 @@ def calls_in_progress(model: nn.Module) -> int:
     holders = [getattr(module, "runtime", None) for module in model.modules()]
     holders += [module.__dict__.get("forward") for module in model.modules()]
     found = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    return sum(len(value.own()) for value in found if isinstance(value, PerThread))
+    return sum(len(value.of_this_thread()) for value in found if isinstance(value, PerThread))
 
 
 def interrupted(error: type[BaseException]) -> Any:

@@ -136,12 +136,12 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
                 threads = max(1, usable_cores() // slots)
                 # A daemonic worker could not start processes to read data. Restarting a killed worker takes longer
                 # than the 15 seconds after which dask gives up on it. The user's own settings stay.
-                configuration = {"worker": {"daemon": False}, "deploy": {"lost-worker-timeout": "1 hour"}}
+                base = {"worker": {"daemon": False}, "deploy": {"lost-worker-timeout": "1 hour"}}
                 # Dask's own setting returns freed memory to the system at once, which doubles the time of a step.
-                configuration["nanny"] = {
+                base["nanny"] = {
                     "pre-spawn-environ": {"MALLOC_TRIM_THRESHOLD_": 2**33, "MALLOC_MMAP_THRESHOLD_": 2**25}
                 }
-                dask.config.update_defaults({"distributed": configuration})
+                dask.config.update_defaults({"distributed": base})
                 defaults = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": None}
                 cluster = distributed.LocalCluster(n_workers=slots, **(defaults | options))
                 client = stack.enter_context(distributed.Client(stack.enter_context(cluster)))

@@ -167,8 +167,8 @@ class Stack:
     def rotaries(self) -> list[NamedModule]:
         """Its rotary modules."""
         tables = {id(table.module) for table in self.tables}
-        found = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
-        return [NamedModule(*each) for each in found if "position_ids" in parameters_of(type(each[1]).forward)]
+        named = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
+        return [NamedModule(*each) for each in named if "position_ids" in parameters_of(type(each[1]).forward)]
 
     @property
     def reads_axes(self) -> bool:
@@ -201,7 +201,7 @@ class Stack:
     def mechanism(self) -> str | None:
         """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
         relative = (attention.relative for attention in self.attentions if attention.relative is not None)
-        return self.architecture.mechanism or next((found.description for found in relative), None)
+        return self.architecture.mechanism or next((bias.description for bias in relative), None)
 
     def layers(self) -> list[int]:
         """Indices of the layers that hold attention."""
@@ -217,10 +217,10 @@ def name_parts(model: PreTrainedModel, stacks: Sequence[Stack]) -> None:
     but connects two of them, is the part "connector".
     """
     paths = reversed([*config_paths(model.config)][1:])  # The first path of a config counts.
-    keys = {found: tuple(name.removesuffix("_config") for name in path.split(".")) for found, path in paths}
-    own = [_key_of(stack.path, stack.module, model, keys) for stack in stacks]
-    for stack, key in zip(stacks, own, strict=True):
-        stack.part = _shortest_name(key, set(own))
+    keys = {config: tuple(name.removesuffix("_config") for name in path.split(".")) for config, path in paths}
+    keys_of_stacks = [_key_of(stack.path, stack.module, model, keys) for stack in stacks]
+    for stack, key in zip(stacks, keys_of_stacks, strict=True):
+        stack.part = _shortest_name(key, set(keys_of_stacks))
 
 
 def config_paths(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[int, str]]:
@@ -248,9 +248,9 @@ def _key_of(
 def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
     """The shortest ending of a key that no other part shares."""
     for count in range(1, len(key)):
-        own = key[-count:]
-        if not any(other != key and other[-count:] == own for other in known):
-            return ".".join(own)
+        suffix = key[-count:]
+        if not any(other != key and other[-count:] == suffix for other in known):
+            return ".".join(suffix)
     return ".".join(key)
 
 
@@ -262,7 +262,7 @@ def _modality_of(module: nn.Module) -> str:
             return part
     stated = getattr(module, "input_modalities", TEXT)
     modalities = [stated] if isinstance(stated, str) else list(stated)
-    return next((_MODALITIES.get(one, one) for one in modalities if one != TEXT), TEXT)
+    return next((_MODALITIES.get(modality, modality) for modality in modalities if modality != TEXT), TEXT)
 
 
 def modules_by_stack(model: nn.Module) -> list[Stack]:

@@ -44,8 +44,12 @@ SOURCE_LENGTH = "max_source_positions"
 
 def inner_part(module: nn.Module, config: Any) -> str | None:
     """The part of a stack that a module belongs to, if its config is a sub-config of the stack's config."""
-    own = getattr(module, "config", None)
-    names = (name for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig) and inner is own)
+    module_config = getattr(module, "config", None)
+    names = (
+        name
+        for name, inner in config.__dict__.items()
+        if isinstance(inner, PreTrainedConfig) and inner is module_config
+    )
     name = next(names, None)
     return None if name is None else name.removesuffix("_config")
 
@@ -66,7 +70,7 @@ def position_tables(stack: Stack) -> list[PositionTable]:
         for path, module in named
         if table_weight(module) is not None
         and not any(
-            f"{path}.".startswith(f"{above}.") and inner_part(one, stack.config) for above, one in stack.members
+            f"{path}.".startswith(f"{above}.") and inner_part(member, stack.config) for above, member in stack.members
         )
     ]
 
@@ -90,13 +94,13 @@ def attentions_of(stack: Stack) -> list[tuple[str, nn.Module, str | None]]:
     """Path and module of everything in a stack that computes attention, and why it is left alone, or `None`."""
     declared = stack.architecture.attention_classes
     if declared:
-        found = stack.select(lambda path, module: type(module).__name__ in declared)
+        attentions = stack.select(lambda path, module: type(module).__name__ in declared)
     else:
         forwards = {type(module).forward for _, module in stack.members}
         through_interface = {forward for forward in forwards if _uses_interface(forward)}
-        found = stack.select(lambda path, module: type(module).forward in through_interface)
-        found = found or stack.select(lambda path, module: _computes_scores(module))
-    return [(path, module, _reason_to_skip(path, module, stack)) for path, module in found]
+        attentions = stack.select(lambda path, module: type(module).forward in through_interface)
+        attentions = attentions or stack.select(lambda path, module: _computes_scores(module))
+    return [(path, module, _reason_to_skip(path, module, stack)) for path, module in attentions]
 
 
 def _reason_to_skip(path: str, attention: nn.Module, stack: Stack) -> str | None:
@@ -128,15 +132,15 @@ def read_attentions(stack: Stack) -> list[AttentionLayer]:
 
 def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
     config, architecture = stack.module.config, stack.architecture
-    found = _read_attention(path, module, stack, order)
+    attention = _read_attention(path, module, stack, order)
     layer_types = getattr(config, "layer_types", None)
     layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
-    if layer_type is None and layer_types and found.layer < len(layer_types):
-        layer_type = layer_types[found.layer]
+    if layer_type is None and layer_types and attention.layer < len(layer_types):
+        layer_type = layer_types[attention.layer]
     return dataclasses.replace(
-        found,
+        attention,
         rotary_functions=[*functions_called(inspect.unwrap(type(module).forward))],
-        num_cached_heads=min(first_int(module, _KEY_HEADS) or found.num_cached_heads, found.num_cached_heads),
+        num_cached_heads=min(first_int(module, _KEY_HEADS) or attention.num_cached_heads, attention.num_cached_heads),
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, stack),
         window=stack.kind.window_of(module, config),
@@ -173,17 +177,17 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
         return declared(stack.config) if callable(declared) else declared
     if of_kind is not None:
         return of_kind
-    own = getattr(module, "is_causal", None)
+    stated = getattr(module, "is_causal", None)
     kind = type(stack.module).__name__
     encodes = "Encoder" in kind
     is_decoder = "Decoder" in kind or any(
-        getattr(one, "is_decoder", False) for one in (stack.module.config, stack.module)
+        getattr(holder, "is_decoder", False) for holder in (stack.module.config, stack.module)
     )
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
-    decodes = is_decoder and not (encodes and own is False)
-    if own is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
+    decodes = is_decoder and not (encodes and stated is False)
+    if stated is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
         return True
-    if own is False or encodes:
+    if stated is False or encodes:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -220,8 +224,8 @@ def _refuse_other_attention(stack: Stack) -> None:
         if not alone and _LAYER.sub("*", path, count=1) not in places:
             continue
         # Layers of a stock model may have different attention, but it is defined in transformers.
-        own = is_of_transformers(forward.__module__) and not (alone and forward.__module__.startswith("torch."))
-        if path not in known and not own:
+        is_stock = is_of_transformers(forward.__module__) and not (alone and forward.__module__.startswith("torch."))
+        if path not in known and not is_stock:
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}, defined in {forward.__module__}) is not attention that hf_posenc "
                 f"recognises, unlike that of other layers, so no scheme would act in it. Let its forward use the names "
@@ -281,8 +285,8 @@ def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architectu
 
 def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:
     """The first of some attributes that is an integer."""
-    found = (getattr(holder, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
+    values = (getattr(holder, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), default)
 
 
 def _find_relative(module: Any) -> RelativeMechanism | None:
@@ -399,14 +403,14 @@ def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
         return None
     if stack.layout.has_axes:
         return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
-    own = first_int(attention.module, ("rotary_dim",)) or None
+    stated = first_int(attention.module, ("rotary_dim",)) or None
     if not stack.rotaries:
-        return own
+        return stated
     rotary = stack.rotaries[0].module
     if has_inverse_frequencies(rotary, attention.layer_type):
         return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
     # Some architectures do not rotate in layers of one type.
-    return None if has_layer_types(rotary) else own or 2 * first_angles(rotary, 2).shape[-1]
+    return None if has_layer_types(rotary) else stated or 2 * first_angles(rotary, 2).shape[-1]
 
 
 def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:

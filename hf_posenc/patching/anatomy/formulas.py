@@ -53,8 +53,8 @@ class Spectrum:
     @property
     def rounded(self) -> bool:
         """Whether a half-precision dtype can represent all frequencies, as in a model that was cast."""
-        own = self.frequencies
-        return any(torch.equal(own, own.to(dtype).float()) for dtype in (torch.bfloat16, torch.float16))
+        exact = self.frequencies
+        return any(torch.equal(exact, exact.to(dtype).float()) for dtype in (torch.bfloat16, torch.float16))
 
 
 def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None) -> Tensor | None:
@@ -93,7 +93,7 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> li
     """
     clone = copied(rotary, torch.clone)  # Running a module may change its buffers.
     device = inverse_frequencies_of(clone, layer_type).device
-    found = []
+    spectra = []
     lengths = _lengths(rotary, layer_type, parameters)
     rows = max((size for buffer in rotary.buffers() for size in buffer.shape[:-1]), default=_FAR)
     for length in lengths:
@@ -103,8 +103,8 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> li
         if stored.dtype == torch.float32:
             refuse_other_angles(rotary, angles_in(output), ids, stored)
         sizes = output.abs() if isinstance(output, Tensor) else torch.hypot(*output[:2])
-        found.append(Spectrum(length, stored.float().cpu().clone(), float(sizes.flatten()[0])))
-    return found
+        spectra.append(Spectrum(length, stored.float().cpu().clone(), float(sizes.flatten()[0])))
+    return spectra
 
 
 def describes(
@@ -124,11 +124,11 @@ def describes(
     except (ValueError, PositionEncodingError):
         return False
     for spectrum in spectra:
-        own = query_key_map.inverse_frequencies(torch.tensor([[spectrum.length]])).reshape(-1)
+        frequencies = query_key_map.inverse_frequencies(torch.tensor([[spectrum.length]])).reshape(-1)
         allowed = tolerance or (1e-6 if spectrum.length == 1 else 1e-5)
-        if own.shape != spectrum.frequencies.shape:
+        if frequencies.shape != spectrum.frequencies.shape:
             return False
-        if not torch.allclose(own, spectrum.frequencies, rtol=allowed, atol=0.0):
+        if not torch.allclose(frequencies, spectrum.frequencies, rtol=allowed, atol=0.0):
             return False
         if abs(query_key_map.attention_scaling - spectrum.scaling) >= 1e-6:
             return False
@@ -170,12 +170,12 @@ def frequencies_by_axis(rotary: nn.Module, layer_type: str | None, layout: str) 
     axes = number_of_axes(rotary, layer_type)
     if axes == 1:
         return None
-    own = inverse_frequencies_of(rotary, layer_type)
-    clone, pairs = copied(rotary, torch.clone), own.shape[-1]
-    hidden = torch.zeros(1, 1, 1, device=own.device)
+    stored = inverse_frequencies_of(rotary, layer_type)
+    clone, pairs = copied(rotary, torch.clone), stored.shape[-1]
+    hidden = torch.zeros(1, 1, 1, device=stored.device)
     rows = []
     for axis in range(axes):
-        position_ids = torch.zeros(axes, 1, 1, dtype=torch.int64, device=own.device)
+        position_ids = torch.zeros(axes, 1, 1, dtype=torch.int64, device=stored.device)
         position_ids[axis] = 1
         cos, sin = call_rotary(clone, hidden, position_ids, layer_type)
         angles = torch.atan2(sin.float(), cos.float()).reshape(-1)
@@ -220,10 +220,10 @@ def reproduces(
     if additive is None:
         return False
     for start in range(origin, rows.shape[0], _ROWS):
-        found = rows[start : start + _ROWS].detach().float()
-        ids = torch.arange(start - origin, start - origin + found.shape[0], device=rows.device).unsqueeze(0)
+        block = rows[start : start + _ROWS].detach().float()
+        ids = torch.arange(start - origin, start - origin + block.shape[0], device=rows.device).unsqueeze(0)
         expected = additive(Positions(ids, ids[:, -1:] + 1))[0].float()
-        if not ((found - expected).abs() <= 1e-4 + rounding + angle_error * ids[0].unsqueeze(-1)).all():
+        if not ((block - expected).abs() <= 1e-4 + rounding + angle_error * ids[0].unsqueeze(-1)).all():
             return False
     return True
 

@@ -122,7 +122,7 @@ def find_native_scheme(trial: Transaction, stacks: list[Stack]) -> SchemeConfig:
             "cannot describe."
         )
     declared = any(stack.architecture.native or stack.layout.has_axes or stack.mechanism for stack in stacks)
-    looked_up = any(looks_phases_up(one.module) for stack in stacks for one in stack.rotaries)
+    looked_up = any(looks_phases_up(rotary.module) for stack in stacks for rotary in stack.rotaries)
     if trial.anatomy.is_runnable and (declared or looked_up or any(map(has_other_code, stacks))):
         # Phases and tables were compared by value, but a declaration depends only on the name of the architecture,
         # and somebody's own code may use a table in another way.
@@ -202,17 +202,20 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
     length = rotation.phases.shape[1]
     position_ids = torch.arange(length, device=rotation.phases.device).unsqueeze(0)
     hidden = rotation.phases.real.new_zeros(1, length, 1) if rotation.phases.is_complex() else rotation.phases
-    for found in stack.rotaries:
-        known = sorted(set(getattr(stack.config, "layer_types", None) or ()), key=lambda one: (one != own_type, one))
+    for rotary in stack.rotaries:
+        known = sorted(
+            set(getattr(stack.config, "layer_types", None) or ()),
+            key=lambda layer_type: (layer_type != own_type, layer_type),
+        )
         for layer_type in (None, *known):
-            phases = phases_of(found.module, hidden, position_ids, layer_type)
+            phases = phases_of(rotary.module, hidden, position_ids, layer_type)
             if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:
                 shown = rotation.phases[:1] if rotation.phases.dim() == 3 else rotation.phases[0, :1]
                 if torch.allclose(phases.to(shown), shown, atol=1e-3 if hidden.dtype != torch.float32 else 1e-6):
-                    return found.module, layer_type
+                    return rotary.module, layer_type
     raise UnsupportedError(
         f"The rotary phases used by a layer of {type(stack.module).__name__} do not come from any of its rotary "
-        f"modules ({', '.join(found.path for found in stack.rotaries) or 'it has none'})."
+        f"modules ({', '.join(rotary.path for rotary in stack.rotaries) or 'it has none'})."
     )
 
 
@@ -222,7 +225,7 @@ def _rotary_config(
     width, layout = 2 * inverse_frequencies_of(rotary, layer_type).shape[-1], pairing(rotation.function)
     context = build_context(stack, attention)
     # The config of the module takes precedence, because that of the stack may have been replaced.
-    source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)
+    source = next(config for config in (getattr(rotary, "config", None), stack.config) if config is not None)
     parameters = getattr(source, "rope_parameters", None)
     if isinstance(parameters, dict) and layer_type in parameters:
         parameters = parameters[layer_type]
@@ -233,9 +236,9 @@ def _rotary_config(
     config = _from_parameters(source, parameters, width, layout)
     if config is not None and describes(config, spectra, context):
         return config
-    own, scaling = spectra[0].frequencies, spectra[0].scaling
-    if all(torch.equal(one.frequencies, own) and one.scaling == scaling for one in spectra):
-        frequencies = tuple(own.tolist())
+    stored, scaling = spectra[0].frequencies, spectra[0].scaling
+    if all(torch.equal(spectrum.frequencies, stored) and spectrum.scaling == scaling for spectrum in spectra):
+        frequencies = tuple(stored.tolist())
         return RopeConfig(rotary_dim=width, layout=layout, inverse_frequencies=frequencies, attention_scaling=scaling)
     # Fixed frequencies would lose the changes beyond the original length. A cast to half precision rounds them.
     if config is not None and spectra[0].rounded and describes(config, spectra, context, tolerance=1e-2):
@@ -279,9 +282,9 @@ def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> S
     if not isinstance(parameters, dict) or not parameters.get("rope_type"):
         return None
     try:
-        found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
-        stated: dict[str, Any] = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
-        return dataclasses.replace(found, rotary_dim=width, layout=layout, **stated)
+        scheme = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
+        stated: dict[str, Any] = {"partial_rotary_factor": None} if isinstance(scheme, RopeConfig) else {}
+        return dataclasses.replace(scheme, rotary_dim=width, layout=layout, **stated)
     except (PositionEncodingError, ValueError, KeyError, TypeError):
         # This library has no config for these parameters, so the scheme is described by its frequencies.
         return None

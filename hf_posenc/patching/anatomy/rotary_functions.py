@@ -142,10 +142,10 @@ def _observed_axes(
         given: dict[str, Any] = {query: probe} | ({key: probe} if key else {})
         given |= {"cos": phases, "sin": phases * 0} if name is None else {name: phases.to(torch.complex64)}
         try:
-            found = function(**given)
+            result = function(**given)
         except (RuntimeError, AssertionError, ValueError, IndexError):
             continue
-        first = found[0] if isinstance(found, tuple) else found
+        first = result[0] if isinstance(result, tuple) else result
         expected = probe.clone()
         expected.select(axis - 4, -1).zero_()
         if first.shape == probe.shape and torch.equal(first, expected):
@@ -294,8 +294,8 @@ def cosines_in(output: Any) -> Tensor:
         return output
     first, second = output[:2]
     swapped = first.device.type != "meta" and not first[..., 0, :].any()
-    found: Tensor = second if swapped else first
-    return found
+    cosines: Tensor = second if swapped else first
+    return cosines
 
 
 def angles_in(output: Any) -> Tensor:
@@ -313,7 +313,8 @@ def angles_in(output: Any) -> Tensor:
     for first, second in ((slice(pairs), slice(pairs, None)), (slice(None, None, 2), slice(1, None, 2))):
         # The last places of a row may be computed by other instructions, and differ in the last bit.
         if angles.device.type == "meta" or all(
-            torch.allclose(one[..., first], one[..., second], rtol=0.0, atol=1e-5) for one in (cosines, sines)
+            torch.allclose(factors[..., first], factors[..., second], rtol=0.0, atol=1e-5)
+            for factors in (cosines, sines)
         ):
             return angles[:, first]
     return angles

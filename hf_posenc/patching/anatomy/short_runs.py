@@ -69,7 +69,7 @@ def run_briefly(
     """
     device = anatomy.device
     with without_trace(anatomy.model, device):
-        return [_run(one, change(_arguments(one, device, length))) for one in _subjects(anatomy, stacks)]
+        return [_run(subject, change(_arguments(subject, device, length))) for subject in _subjects(anatomy, stacks)]
 
 
 def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
@@ -100,14 +100,20 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> di
         given = declared(module, length)
     if "use_cache" in forward_parameters(type(module)):
         given = given | {"use_cache": given.get("use_cache", False)}
-    tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
-    return given | tensors | {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
+    tensors = {name: tensor.to(device) for name, tensor in given.items() if isinstance(tensor, Tensor)}
+    return (
+        given
+        | tensors
+        | {name: tensor.to(module.dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    )
 
 
 def all_equal(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a run, in which all numbers of a series or an image are equal."""
-    real = {name: one for name, one in arguments.items() if isinstance(one, Tensor) and one.is_floating_point()}
-    return arguments | {name: torch.ones_like(one) for name, one in real.items()}
+    real = {
+        name: tensor for name, tensor in arguments.items() if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    }
+    return arguments | {name: torch.ones_like(tensor) for name, tensor in real.items()}
 
 
 def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
@@ -140,10 +146,10 @@ def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
     if stack.layout.takes_tokens:
         # Hidden states come first. If they have another shape, they belong to several streams.
         tensors = tensors[:1]
-    found = next((tensor for tensor in tensors if tensor.dim() in stack.layout.token_axes), None)
-    if found is None:
+    holder = next((tensor for tensor in tensors if tensor.dim() in stack.layout.token_axes), None)
+    if holder is None:
         return None, None
-    tokens = found
+    tokens = holder
     if tokens.dim() == 2:
         tokens = tokens.unsqueeze(0)
     elif tokens.dim() == 4:
@@ -151,20 +157,20 @@ def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
         tokens = (tokens.movedim(1, 3) if channels_first else tokens).flatten(1, 2)
     if stack.architecture.channels_first:
         tokens = tokens.transpose(1, 2)
-    return found, tokens.transpose(0, 1) if stack.architecture.time_major else tokens
+    return holder, tokens.transpose(0, 1) if stack.architecture.time_major else tokens
 
 
 def with_tokens(stack: Stack, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Any:
     """Returns the arguments of a call with other vectors of tokens, `(batch, length, hidden)`."""
-    found = tokens_of(stack, (*args, *kwargs.values()))[0]
-    assert found is not None
-    other = found.clone(memory_format=torch.contiguous_format)
+    holder = tokens_of(stack, (*args, *kwargs.values()))[0]
+    assert holder is not None
+    other = holder.clone(memory_format=torch.contiguous_format)
     view = tokens_of(stack, other)[1]
     assert view is not None
     view.copy_(tokens)
     return (
-        tuple(other if value is found else value for value in args),
-        {name: other if value is found else value for name, value in kwargs.items()},
+        tuple(other if value is holder else value for value in args),
+        {name: other if value is holder else value for name, value in kwargs.items()},
     )
 
 
@@ -229,11 +235,11 @@ def attended_twice(stack: Stack, chosen: Callable[[int], list[int]]) -> Iterator
         yield seen
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(first: Tensor, other: Tensor) -> float:
     """The largest absolute difference; 0 if it is within rounding error or NaN."""
-    rounding = _ROUNDING if torch.finfo(one.dtype).bits >= 32 else _HALF_ROUNDING
-    allowed = rounding * torch.finfo(one.dtype).eps * float(one.abs().max())
-    difference = float((one.float() - other.float()).abs().max())
+    rounding = _ROUNDING if torch.finfo(first.dtype).bits >= 32 else _HALF_ROUNDING
+    allowed = rounding * torch.finfo(first.dtype).eps * float(first.abs().max())
+    difference = float((first.float() - other.float()).abs().max())
     return difference if difference > allowed else 0.0
 
 
@@ -335,7 +341,8 @@ class TokenOrder:
         # A module may have made several vectors of each token.
         ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
         return all(
-            distance(own[0][ORDER], own[1]) > 0 and (strict or distance(own[0, -1], own[1, -1]) == 0) for own in ways
+            distance(outputs[0][ORDER], outputs[1]) > 0 and (strict or distance(outputs[0, -1], outputs[1, -1]) == 0)
+            for outputs in ways
         )
 
     def _note(self, problem: str) -> None:
@@ -376,15 +383,19 @@ def _in_both_orders(name: str, value: Any) -> Any:
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:
     """Whether a token sees the two before it. A shorter window shows which tokens are next to it."""
     names = ("sliding_window", "window_size")
-    stated = [getattr(one, name) for one in (attention.module, stack.config) for name in names if hasattr(one, name)]
+    stated = [
+        getattr(holder, name) for holder in (attention.module, stack.config) for name in names if hasattr(holder, name)
+    ]
     return not (stated and isinstance(stated[0], int) and 0 < stated[0] < _LENGTH)
 
 
 def has_convolution(attention: nn.Module) -> bool:
     """Whether an attention module mixes neighbouring tokens by a convolution. Its weights may be computed."""
     return any(
-        one.kernel_size[0] > 1 if isinstance(one, nn.Conv1d | nn.Conv2d) else "Convolution" in type(one).__name__
-        for one in attention.modules()
+        module.kernel_size[0] > 1
+        if isinstance(module, nn.Conv1d | nn.Conv2d)
+        else "Convolution" in type(module).__name__
+        for module in attention.modules()
     )
 
 

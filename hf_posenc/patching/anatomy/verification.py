@@ -82,14 +82,14 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
 
 def _disagrees_with_discovery(stack: Stack) -> bool:
     first = stack.attentions[0]
-    own = getattr(first.module, "is_causal", None)
-    return isinstance(own, bool) and own != first.causal
+    stated = getattr(first.module, "is_causal", None)
+    return isinstance(stated, bool) and stated != first.causal
 
 
 def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
     """Whether the stack is causal; `None` if the first call has not changed its last token."""
-    for other, own in results[:1]:
-        change = (other - own).float().abs()
+    for other, original in results[:1]:
+        change = (other - original).float().abs()
         if float(change[:, -1].max()) > 0:
             return float(change[:, 0].max()) <= _MAX_RELATIVE_CHANGE * float(change[:, -1].max())
     return None
@@ -119,43 +119,43 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
         with trial.with_scheme(NoneConfig(), stacks):
             if silenced:
                 _refuse_positions_of_features(anatomy, silenced)
-            for found in ([one for one in text if not one.sparse], *([one] for one in text if one.sparse)):
+            for group in ([stack for stack in text if not stack.sparse], *([stack] for stack in text if stack.sparse)):
                 try:
-                    if found:
-                        _refuse_order_of_tokens(anatomy, found)
+                    if group:
+                        _refuse_order_of_tokens(anatomy, group)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
-                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in found):
+                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in group):
                         raise
 
 
 def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
     seen = [TokenOrder(stack, strict=_nothing_found(stack) or _is_silenced(stack)) for stack in stacks]
     with ExitStack() as hooks:
-        for one in seen:
-            hooks.enter_context(one.observed())
+        for order in seen:
+            hooks.enter_context(order.observed())
         run_briefly(anatomy, stacks, len(ORDER), change=in_both_orders)
-    for stack, one in zip(stacks, seen, strict=True):
-        if one.problem:
-            raise _acting_nevertheless(stack, one.problem)
+    for stack, order in zip(stacks, seen, strict=True):
+        if order.problem:
+            raise _acting_nevertheless(stack, order.problem)
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
     inputs = seen_briefly(anatomy, stacks, len(ORDER), embedded, change=all_equal)
-    for stack, found in zip(stacks, inputs, strict=True):
+    for stack, given in zip(stacks, inputs, strict=True):
         # Convolutions see the edges, so not all tokens are equal.
-        if stack.layout.is_comparable(stack, found[0] if found else None):
-            tokens = found[0][0]
+        if stack.layout.is_comparable(stack, given[0] if given else None):
+            tokens = given[0][0]
             periods = range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1)
             pairs = (pair for period in periods for pair in zip(tokens[:-period], tokens[period:], strict=True))
-            if all(distance(one, other) > 0 for one, other in pairs):
+            if all(distance(token, other) > 0 for token, other in pairs):
                 raise _acting_nevertheless(stack, EMBEDDED)
     outputs = seen_briefly(anatomy, stacks, len(ORDER), lambda stack: attended_twice(stack, _before_the_last))
     for stack, results in zip(stacks, outputs, strict=True):
         first = stack.attentions[0]
         if results and sees_all(first, stack) and not has_convolution(first.module):
-            one, other = results[0]
-            if distance(one[:, -1:], other[:, -1:]) > 0:
+            original, other = results[0]
+            if distance(original[:, -1:], other[:, -1:]) > 0:
                 raise _acting_nevertheless(stack, "the output of its first attention layer depends on token order")
 
 
@@ -207,12 +207,12 @@ def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
             f"to disable it with hf_posenc.register_architecture({model_type!r}, architecture=...)."
         )
     function = stack.config._attn_implementation if registered_function(stack.config) else None
-    own = f" The attention function {function!r} was registered by other code." if function else ""
+    registered = f" The attention function {function!r} was registered by other code." if function else ""
     return UnsupportedError(
         f"The positions of this {kind} ({model_type}, transformers {transformers.__version__}) were disabled, but "
         f"{what} nevertheless. It has positions of its own, or wraps code that has, and they would remain active next "
-        f"to any scheme.{own} Use the class and the attention function of transformers, or take positions out of your "
-        "own, and set a wrapper after patch_model."
+        f"to any scheme.{registered} Use the class and the attention function of transformers, or take positions out "
+        "of your own, and set a wrapper after patch_model."
     )
 
 
@@ -298,11 +298,11 @@ def _difference(trial: Transaction, config: SchemeConfig, stacks: list[Stack]) -
 
 
 def _outputs(anatomy: Anatomy, stacks: list[Stack]) -> Tensor:
-    found = []
+    outputs = []
     for result in run_briefly(anatomy, stacks, _TOKENS):
         logits = result.get("logits") if hasattr(result, "get") else None
         output: Any = result if logits is None else logits
         while not isinstance(output, Tensor):  # Some models nest it in tuples.
             output = output[0]
-        found.append(output.float().flatten())
-    return torch.cat(found)
+        outputs.append(output.float().flatten())
+    return torch.cat(outputs)

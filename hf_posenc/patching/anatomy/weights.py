@@ -81,14 +81,16 @@ def copied(module: Module, change: Callable[[Tensor], Tensor]) -> Module:
         del state["forward"]
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: None if weight is None else change(weight) for name, weight in state[kind].items()}
-    state["_modules"] = {name: None if one is None else copied(one, change) for name, one in module._modules.items()}
+    state["_modules"] = {
+        name: None if child is None else copied(child, change) for name, child in module._modules.items()
+    }
     return made
 
 
 def execution_device(module: nn.Module) -> torch.device:
     """The device of a module; for weights offloaded by accelerate, the device on which they are executed."""
-    for one in module.modules():
-        device = getattr(one.__dict__.get("_hf_hook"), "execution_device", None)
+    for inner in module.modules():
+        device = getattr(inner.__dict__.get("_hf_hook"), "execution_device", None)
         if device is not None:
             return torch.device(device)
     first = next(module.parameters(), None)
@@ -130,12 +132,12 @@ def fingerprint(
     Returns:
         By name: `shape`, `values` as base64 of little-endian float32, and their `dtype` if it is a half-precision one.
     """
-    found = samples(model, state)
+    recent = samples(model, state)
     if touched_by_peft(model):
         places = _base_parameters(model)
-        trained = {name: sample for name, sample in found.items() if places[name].parameter.requires_grad}
-        found = {**(found if state else {}), **(recorded or {}), **trained}
-    return {name: {"shape": list(sample.shape), **_encode(sample)} for name, sample in found.items()}
+        trained = {name: sample for name, sample in recent.items() if places[name].parameter.requires_grad}
+        recent = {**(recent if state else {}), **(recorded or {}), **trained}
+    return {name: {"shape": list(sample.shape), **_encode(sample)} for name, sample in recent.items()}
 
 
 def samples(
@@ -151,11 +153,11 @@ def samples(
     # Replicated layers share their parameters: the first name is that of the base model.
     places = {id(place.parameter): (name, place) for name, place in reversed(_base_parameters(model).items())}
     tensors = {name: place.tensor(state, read_offloaded) for name, place in reversed(places.values())}
-    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    matrices = [name for name, tensor in found.items() if tensor.dim() > 1]
-    vectors = [name for name, tensor in found.items() if tensor.dim() == 1]
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    matrices = [name for name, tensor in present.items() if tensor.dim() > 1]
+    vectors = [name for name, tensor in present.items() if tensor.dim() == 1]
     chosen = [*_spread(matrices, _MATRICES), *_spread(vectors, _VECTORS)]
-    return {name: _sample(found[name], tuple(found[name].shape)) for name in chosen}
+    return {name: _sample(present[name], tuple(present[name].shape)) for name in chosen}
 
 
 def difference(saved: Fingerprint, model: PreTrainedModel, recorded: Mapping[str, Sample] | None = None) -> str | None:
@@ -202,7 +204,7 @@ def _compare(
     tensors = {name: place.tensor(None) for name, place in places.items()}
     touched = touched_by_peft(model)
     # Quantised layers may store their weight under another name.
-    incomplete = touched or any(one is None for one in tensors.values()) or getattr(model, "is_quantized", False)
+    incomplete = touched or any(tensor is None for tensor in tensors.values()) or getattr(model, "is_quantized", False)
     embedding = model.get_input_embeddings()
     table = None if embedding is None else getattr(embedding, "weight", None)
     shapes, pairs = [], {}
@@ -221,11 +223,11 @@ def _compare(
         if present != shape and not (resized and present[1:] == shape[1:]):
             shapes.append(f"{name} has the shape {list(present)} instead of {list(shape)}")
         elif isinstance(source, Tensor) or present == shape:
-            found = _sample(source, shape) if isinstance(source, Tensor) else source
-            if len(found) != len(expected):
-                shapes.append(f"{name} was recorded with {len(expected)} values instead of {len(found)}")
+            sample = _sample(source, shape) if isinstance(source, Tensor) else source
+            if len(sample) != len(expected):
+                shapes.append(f"{name} was recorded with {len(expected)} values instead of {len(sample)}")
             else:
-                pairs[name] = (expected, found)
+                pairs[name] = (expected, sample)
     return shapes + _differing_values(pairs), set(pairs)
 
 
@@ -261,16 +263,16 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
         halves = [
             {dtype for dtype in _HALF_DTYPES if pair[side].dtype == dtype or whole[side, dtype]} for side in (0, 1)
         ]
-        expected, found = (one.values for one in pair)
+        expected, present = (sample.values for sample in pair)
         rounding = _ROUNDING * float(expected.abs().max()) if len(expected) else 0.0
-        same = torch.allclose(expected, found, rtol=0, atol=rounding) or any(
+        same = torch.allclose(expected, present, rtol=0, atol=rounding) or any(
             torch.equal(pair[0].rounded(dtype), pair[1].rounded(dtype)) for dtype in halves[0] | halves[1]
         )
         # bfloat16 rounds by at most 2**-9 of a value's power of two, float16 by 2**-12, or 2**-25 near zero.
         crossed = bool(halves[0] and halves[1]) and halves[0] != halves[1]
-        if not same and not (crossed and torch.allclose(expected, found, rtol=2**-8 + 2**-11, atol=2**-24)):
-            worst = int((expected - found).abs().argmax())
-            differing.append(f"{name} has the value {found[worst]:.6g} instead of {expected[worst]:.6g}")
+        if not same and not (crossed and torch.allclose(expected, present, rtol=2**-8 + 2**-11, atol=2**-24)):
+            worst = int((expected - present).abs().argmax())
+            differing.append(f"{name} has the value {present[worst]:.6g} instead of {expected[worst]:.6g}")
     return differing
 
 
@@ -309,13 +311,13 @@ def _base_parameters(model: PreTrainedModel) -> dict[str, _Place]:
 def _own_modules(base: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules of a base model that neither PEFT nor a scheme has added, each after the start of its paths."""
     of_peft = _classes_of_peft(base)
-    found, pending = [], [("", base)]
+    modules, pending = [], [("", base)]
     while pending:
         path, module = pending.pop()
-        found.append((path, module))
+        modules.append((path, module))
         children = [(f"{path}{name}.", child) for name, child in module._modules.items() if name not in _LEFT_OUT]
         pending.extend((inside, child) for inside, child in reversed(children) if child and type(child) not in of_peft)
-    return found
+    return modules
 
 
 def _classes_of_peft(model: nn.Module) -> set[type]:
@@ -327,8 +329,8 @@ def _classes_of_peft(model: nn.Module) -> set[type]:
 def _offloaded(module: nn.Module, attribute: str) -> Tensor | None:
     """The values of a weight that accelerate has offloaded."""
     hook = module.__dict__.get("_hf_hook")
-    for one in getattr(hook, "hooks", (hook,)):
-        weights = getattr(one, "weights_map", None)
+    for inner in getattr(hook, "hooks", (hook,)):
+        weights = getattr(inner, "weights_map", None)
         if weights is not None and attribute in weights:
             return weights[attribute]
     return None

@@ -162,7 +162,7 @@ class AttentionSite(PairwiseSite):
         """Runs a call that nobody has resolved the positions of, at those that its arguments state."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         length = self.runtime.batch_first(hidden_states).shape[1]
-        states = self.runtime.states.own()
+        states = self.runtime.states.of_this_thread()
         depth = len(states)
         try:
             states.append(state_of_layer(self.runtime, self.module, args, kwargs, length))
@@ -291,14 +291,14 @@ class AttentionSite(PairwiseSite):
             return state.positions(), heads.dtype
 
         if joins_layers(query_key_map):
-            found = state.together(self, "query_key_map", inputs, heads.dtype)
-            if found is not None:
-                return query_key_map, found[1][found[0][id(query_key_map)]]
+            joined = state.together(self, "query_key_map", inputs, heads.dtype)
+            if joined is not None:
+                return query_key_map, joined[1][joined[0][id(query_key_map)]]
 
         def compute() -> tuple[QueryKeyMap, tuple[Any, ...]]:
             check_cache(query_key_map, state)
-            own = state.own(query_key_map)
-            return own, own.prepared(own.phases(state.positions()), heads.dtype)
+            replica = state.replica(query_key_map)
+            return replica, replica.prepared(replica.phases(state.positions()), heads.dtype)
 
         return state.shared(("prepared", id(query_key_map), heads.dtype), compute)
 
@@ -312,7 +312,7 @@ class AttentionSite(PairwiseSite):
             check_cache(query_key_map, state)
             keys = key_positions(state, key_start, key_length)
             refuse_cached_coordinates(query_key_map, state, keys)
-            return state.own(query_key_map).phases(keys)
+            return state.replica(query_key_map).phases(keys)
 
         return state.shared(("key phases", id(query_key_map)), compute, key_length)
 
@@ -337,13 +337,13 @@ class AttentionSite(PairwiseSite):
                 f"{type(self.module).__name__} computes {key.shape[1]} key heads, but {type(query_key_map).__name__} "
                 f"was built for {self.encoding.num_key_value_heads}, with one set of parameters for each."
             )
-        own, prepared = self.prepared(call.state, query)
+        replica, prepared = self.prepared(call.state, query)
         if not call.keys_mapped:
             # As many queries as keys are the same tokens. A graph must not depend on these numbers.
             lengths, same_dtype = (query.shape[-2], key.shape[-2]), query.dtype == key.dtype
             same = not traced() and same_dtype and lengths[0] == lengths[1]
-            key = own.map_key(key, prepared if same else self.key_phases(call.state, *lengths))
-        return own.map_query(query, prepared), key
+            key = replica.map_key(key, prepared if same else self.key_phases(call.state, *lengths))
+        return replica.map_query(query, prepared), key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
         """Raises UnsupportedError for keys that were not mapped before they were written to pages."""
@@ -369,8 +369,8 @@ class AttentionSite(PairwiseSite):
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
             return key
         call.keys_mapped = True
-        own, prepared = self.prepared(call.state, key)
-        return own.map_key(key, prepared)
+        replica, prepared = self.prepared(call.state, key)
+        return replica.map_key(key, prepared)
 
     def update_cache(
         self,
@@ -464,7 +464,7 @@ def with_batch(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | N
 
 def without_batch(tensors: Any) -> Any:
     """The inverse of `with_batch`."""
-    return tuple(one.squeeze(0) for one in tensors) if isinstance(tensors, tuple) else tensors.squeeze(0)
+    return tuple(tensor.squeeze(0) for tensor in tensors) if isinstance(tensors, tuple) else tensors.squeeze(0)
 
 
 def with_heads_first(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:

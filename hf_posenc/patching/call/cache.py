@@ -44,8 +44,8 @@ def note_of(cache: Any, name: str) -> Any:
     of_graph = getattr(cache, name, None)
     if of_graph is not None or torch.compiler.is_compiling():
         return of_graph
-    found = _table.get(id(cache))
-    return None if found is None else found[1].get(name)
+    kept = _table.get(id(cache))
+    return None if kept is None else kept[1].get(name)
 
 
 def set_note(cache: Any, name: str, value: Any) -> None:
@@ -81,15 +81,15 @@ def kept_values(cache: Any, starts: bool, trainings: int) -> KeptValues:
 
 def caches_with(name: str, value: Any) -> list[Any]:
     """The caches with this very note, unless a graph has set it."""
-    found = [reference() for reference, notes in list(_table.values()) if notes.get(name) is value]
-    return [cache for cache in found if cache is not None and note_of(cache, name) is value]
+    caches = [reference() for reference, notes in list(_table.values()) if notes.get(name) is value]
+    return [cache for cache in caches if cache is not None and note_of(cache, name) is value]
 
 
 def _notes(cache: Any) -> dict[str, Any]:
-    found = _table.get(id(cache))
-    if found is None:
-        found = _keep(cache, _Notes())
-    return found[1]
+    kept = _table.get(id(cache))
+    if kept is None:
+        kept = _keep(cache, _Notes())
+    return kept[1]
 
 
 class _Notes(dict[str, Any]):
@@ -104,11 +104,11 @@ class _Notes(dict[str, Any]):
 
 def _keep(cache: Any, notes: dict[str, Any]) -> tuple[weakref.ref[Any], dict[str, Any]]:
     key, kind = id(cache), type(cache)
-    found = _table[key] = weakref.ref(cache, lambda _: _table.pop(key, None)), notes
+    kept = _table[key] = weakref.ref(cache, lambda _: _table.pop(key, None)), notes
     reducer = copyreg.dispatch_table.get(kind)
     if not isinstance(reducer, _Reducer):
         copyreg.pickle(kind, _Reducer(reducer))
-    return found
+    return kept
 
 
 class _Reducer:
@@ -120,10 +120,8 @@ class _Reducer:
     def __call__(self, cache: Any) -> Any:
         """What `__reduce_ex__` returns, with another function that makes the cache."""
         reduced = cache.__reduce_ex__(2) if self.inner is None else self.inner(cache)
-        found = _table.get(id(cache))
-        return (
-            reduced if found is None else (functools.partial(_made, reduced[0]), (found[1], *reduced[1]), *reduced[2:])
-        )
+        kept = _table.get(id(cache))
+        return reduced if kept is None else (functools.partial(_made, reduced[0]), (kept[1], *reduced[1]), *reduced[2:])
 
 
 def _made(make: Callable[..., Any], notes: dict[str, Any], *args: Any) -> Any:
@@ -143,8 +141,8 @@ QUANTISED_LAYER = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.Quantiz
 
 def cache_among(arguments: dict[str, Any]) -> Any:
     """Returns the cache among the arguments of a stack, or `None`."""
-    found = first_cache(arguments.values())
-    return arguments.get(_MEMORY) if found is None else found
+    cache = first_cache(arguments.values())
+    return arguments.get(_MEMORY) if cache is None else cache
 
 
 def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], of_stack: Any) -> Any:
@@ -162,10 +160,10 @@ def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], of_stack: Any) 
 def cache_argument(model: nn.Module) -> str:
     """The name of the argument in which a model takes its cache: the one that is annotated as a cache."""
     parameters = inspect.signature(type(model).forward).parameters.values()
-    found = next((one.name for one in parameters if "Cache" in str(one.annotation)), None)
-    if found is None:
+    name = next((parameter.name for parameter in parameters if "Cache" in str(parameter.annotation)), None)
+    if name is None:
         raise unknown_seam(f"The forward of {type(model).__name__} has no argument that is annotated as a cache.")
-    return found
+    return name
 
 
 def first_cache(values: Iterable[Any]) -> Any:
@@ -349,14 +347,14 @@ class SeenKeys:
         self.length = length
         self.window = window
         self.each = [
-            ((lambda: None) if one is None else weakref.ref(one), None if late else _writes(one))
-            for one, late in zip(keys, written, strict=True)
+            ((lambda: None) if tensor is None else weakref.ref(tensor), None if late else _writes(tensor))
+            for tensor, late in zip(keys, written, strict=True)
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of the cache contain copies of its keys, with their own count of writes.
         keys = [reference() for reference, _ in self.each]
-        written = [_writes(one) != state for one, (_, state) in zip(keys, self.each, strict=True)]
+        written = [_writes(tensor) != state for tensor, (_, state) in zip(keys, self.each, strict=True)]
         return SeenKeys, (keys, self.length, self.window, self.last, written)
 
     def still_in(self, keys: list[Any]) -> bool:
@@ -364,13 +362,13 @@ class SeenKeys:
         if len(keys) != len(self.each):
             return False
         pairs = zip(keys, self.each, strict=True)
-        return all(one is reference() and _writes(one) == state for one, (reference, state) in pairs)
+        return all(tensor is reference() and _writes(tensor) == state for tensor, (reference, state) in pairs)
 
 
 def recorded(cache: Any) -> CachedPositions | None:
     """The positions recorded on a cache, or `None`."""
-    found: CachedPositions | None = note_of(self_attention_cache(cache), _POSITIONS)
-    return found
+    positions: CachedPositions | None = note_of(self_attention_cache(cache), _POSITIONS)
+    return positions
 
 
 def has_given_positions(cache: Any) -> bool:
@@ -484,8 +482,8 @@ def _seen(cache: Any) -> SeenKeys | None:
 
 
 def _keys(cache: Any) -> list[Tensor]:
-    found = [getattr(layer, "keys", None) for layer in getattr(self_attention_cache(cache), "layers", ())]
-    return [keys for keys in found if isinstance(keys, Tensor)]
+    of_layers = [getattr(layer, "keys", None) for layer in getattr(self_attention_cache(cache), "layers", ())]
+    return [keys for keys in of_layers if isinstance(keys, Tensor)]
 
 
 def _writes(tensor: Tensor | None) -> tuple[Any, ...]:

@@ -251,10 +251,10 @@ def vectors(
             the state, as they are.
     """
     check_cache(additive, state)
-    found = (positions or state.positions)()
+    given = (positions or state.positions)()
     if positions is not None:
-        refuse_negative(state, found.ids, additive.offset)
-    encoded: Tensor = state.own(additive)(found)
+        refuse_negative(state, given.ids, additive.offset)
+    encoded: Tensor = state.replica(additive)(given)
     return encoded
 
 

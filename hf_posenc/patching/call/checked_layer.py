@@ -145,9 +145,9 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        found = self._rows_of_layers(site, call, query, key) if joins_layers(site.encoding.logit_bias) else None
-        if found is not None:
-            rows = found[1]
+        joined = self._rows_of_layers(site, call, query, key) if joins_layers(site.encoding.logit_bias) else None
+        if joined is not None:
+            rows = joined[1]
         elif self.places is not None:
             rows = self._rows_of_pairs(site, call, bias, query, key)
         else:
@@ -155,9 +155,9 @@ class CheckedLayer:
         if site.encoding.logit_scale is not None:
             rows = rows * cast("float", site.encoding.logit_scale.factor_of_all)
         rows = for_kernel(rows, query) if self.kernel is None else self.kernel.masked(rows)
-        if found is not None:
+        if joined is not None:
             each = rows.unbind(0)
-            self.rows.update({part: each[index] for part, index in found[0].items()})
+            self.rows.update({part: each[index] for part, index in joined[0].items()})
             return self.rows[id(bias)]
         repeats = self.places is None or not bias.reads_content
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
@@ -183,28 +183,28 @@ class CheckedLayer:
                 return {id(bias): index for index, bias in enumerate(biases)}, kept[0]
         if not self.by_slots:
             return None
-        found = site.vectors_of_layers(call.state, *lengths, self.arguments[1])
-        if found is None:
+        joined = site.vectors_of_layers(call.state, *lengths, self.arguments[1])
+        if joined is None:
             return None
-        rows = FusedForm(found[1].flatten(0, 1), *lengths).rows().unflatten(1, found[1].shape[:2])
-        return found[0], rows.transpose(0, 1)
+        rows = FusedForm(joined[1].flatten(0, 1), *lengths).rows().unflatten(1, joined[1].shape[:2])
+        return joined[0], rows.transpose(0, 1)
 
     def _rows_of_pairs(
         self, site: InterfaceAttention, call: LayerCall, bias: PairwiseBias, query: Tensor, key: Tensor
     ) -> Tensor:
         assert self.places is not None
         slots, keys, scaling = self.places
-        lengths, own = (query.shape[2], key.shape[2]), call.state.own(bias)
+        lengths, replica = (query.shape[2], key.shape[2]), call.state.replica(bias)
         if site.encoding.num_features and call.key_features is None:
             site.find_features(call, *lengths)
         inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling), call.query_features)
         pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
         pairs.memo = self.memo if query.shape[2] == 1 else None
-        if isinstance(own, SeparableBias) and own.separable:
-            return rows_of_terms(own.key_terms(pairs), slots)
-        if own.reads_content:
-            return cast("Tensor", own(pairs))
-        return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", own(pairs)), *lengths)
+        if isinstance(replica, SeparableBias) and replica.separable:
+            return rows_of_terms(replica.key_terms(pairs), slots)
+        if replica.reads_content:
+            return cast("Tensor", replica(pairs))
+        return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", replica(pairs)), *lengths)
 
 
 def _may_compute_rows(arguments: Arguments, query: Tensor, key: Tensor, attention: Attention | None) -> bool:

@@ -47,7 +47,7 @@ class CrossAttention(Rebound):
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         # The keys in a cache are mapped.
         call = LayerCall(self._state(hidden_states.device), hidden_states, keys_mapped=cache is not None)
-        calls = self.calls.own()
+        calls = self.calls.of_this_thread()
         depth = len(calls)
         try:
             calls.append(call)
@@ -92,9 +92,9 @@ class CrossAttention(Rebound):
             )
         query_key_map, bias = self.encoding.query_key_map, self.encoding.logit_bias
         if query_key_map is not None:
-            own = state.own(query_key_map)
-            phases = state.shared(("cross query phases", id(query_key_map)), lambda: own.phases(state.positions()))
-            query = own.map_query(query, phases)
+            replica = state.replica(query_key_map)
+            phases = state.shared(("cross query phases", id(query_key_map)), lambda: replica.phases(state.positions()))
+            query = replica.map_query(query, phases)
             if not call.keys_mapped:
                 key = self._mapped_keys(state, key)
         if bias is None:
@@ -105,7 +105,7 @@ class CrossAttention(Rebound):
                 "would be added to. Choose a rotation, or leave cross-attention as it is."
             )
         keys = encoder_positions(state, key.shape[2], state.device)
-        summands = [state.own(cast("DistanceBias", summand)) for summand in self.encoding.summands]
+        summands = [state.replica(cast("DistanceBias", summand)) for summand in self.encoding.summands]
         form = form_of_places(summands, state.positions().ids, keys.ids, self.encoding.num_heads)
         check_heads(form.heads, query.shape[1])
         given = AttentionCall(implementation or EAGER, function, mask, args, kwargs)
@@ -124,12 +124,12 @@ class CrossAttention(Rebound):
     def _mapped_keys(self, state: ForwardState, key: Tensor) -> Tensor:
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
-        own, length = state.own(query_key_map), key.shape[2]
+        replica, length = state.replica(query_key_map), key.shape[2]
 
         def compute() -> tuple[Tensor, ...]:
-            return own.phases(encoder_positions(state, length, key.device))
+            return replica.phases(encoder_positions(state, length, key.device))
 
-        return own.map_key(key, state.shared(("cross key phases", id(query_key_map)), compute, length))
+        return replica.map_key(key, state.shared(("cross key phases", id(query_key_map)), compute, length))
 
 
 def encoder_positions(state: ForwardState, length: int, device: torch.device | None) -> Positions:

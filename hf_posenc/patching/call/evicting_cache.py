@@ -59,10 +59,10 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
             )
         stated[index] = positions
     first = next(iter(stated.values()), None)
-    others = [one for one in stated.values() if one is not first]
-    if first is None or all(torch.equal(one.to(first.device), first) for one in others):
+    others = [positions for positions in stated.values() if positions is not first]
+    if first is None or all(torch.equal(positions.to(first.device), first) for positions in others):
         return dict.fromkeys(stated, first) if first is not None else {}
-    if any(one.shape[1] != first.shape[1] or bool((one < 0).any()) for one in stated.values()):
+    if any(positions.shape[1] != first.shape[1] or bool((positions < 0).any()) for positions in stated.values()):
         raise UnsupportedError(
             f"The layers of this {type(cache).__name__} hold different numbers of keys, or different tokens of padded "
             "rows, but a call has one mask for all layers. Begin with a new cache if a call has failed."
@@ -101,22 +101,26 @@ def evicting_state(
         )
     keeper, device, (batch, length) = self_attention_cache(cache), tokens.device, tokens.shape[:2]
     stated = held_positions(keeper, stack)
-    held = {id(one): CachedPositions(one.shape[1], one.to(device).long()) for one in stated.values()}
+    held = {
+        id(positions): CachedPositions(positions.shape[1], positions.to(device).long()) for positions in stated.values()
+    }
     first = next(iter(held.values()), None)
-    known = [one.ids for one in held.values() if one.ids is not None]
+    known = [positions.ids for positions in held.values() if positions.ids is not None]
     padding = padding_mask(mask, stack, first.length if first else 0)
     real = None if padding is None else padding[:, -length:].to(device) != 0
     new = given
     if new is None:
         counted = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
-        ends = [one.amax(-1, keepdim=True).clamp(min=-1) for one in known]
+        ends = [positions.amax(-1, keepdim=True).clamp(min=-1) for positions in known]
         new = counted.cumsum(-1) + (torch.stack(ends).amax(0) if ends else -1)
     new = new.to(device).long() if real is None else new.to(device).long().where(real, -1)
     if hasattr(keeper, "expect_positions"):
         keeper.expect_positions(new)
     shown = columns = None
     if real is not None:
-        shown = torch.cat([*((one >= 0).expand(batch, -1) for one in known[:1]), real.expand(batch, -1)], 1).long()
+        shown = torch.cat(
+            [*((positions >= 0).expand(batch, -1) for positions in known[:1]), real.expand(batch, -1)], 1
+        ).long()
         if isinstance(mask, Tensor) and mask.dim() == 2:
             columns = torch.cat((shown.new_ones(batch, keeper.get_mask_sizes(length, 0)[1]), shown), 1)
     return ForwardState(
@@ -127,8 +131,8 @@ def evicting_state(
         mask_hides_padding=mask is not None and padding is None,
         cache_object=cache,
         held=first,
-        held_by_layer={index: held[id(one)] for index, one in stated.items()},
-        dropped=max(0, *(int((one.amax(-1) + 1 - (one >= 0).sum(-1)).amax()) for one in known), 0),
+        held_by_layer={index: held[id(positions)] for index, positions in stated.items()},
+        dropped=max(0, *(int((positions.amax(-1) + 1 - (positions >= 0).sum(-1)).amax()) for positions in known), 0),
         goes_on=given is None,
     ), columns
 

@@ -67,10 +67,12 @@ def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> Tensor:
     """
     last = visible[:, -1:]
     slots = torch.arange(visible.shape[2], device=visible.device)
-    own = torch.arange(visible.shape[1], device=visible.device) + (0 if offset is None else offset)
-    earlier = last & (slots <= own.unsqueeze(-1))
+    query_slots = torch.arange(visible.shape[1], device=visible.device) + (0 if offset is None else offset)
+    earlier = last & (slots <= query_slots.unsqueeze(-1))
     # A padding token sees no keys, or all keys if a kernel does not support rows without keys.
-    own_is_real = last[:, 0].gather(1, own.clamp(max=visible.shape[2] - 1).expand(visible.shape[0], -1)).unsqueeze(-1)
+    own_is_real = (
+        last[:, 0].gather(1, query_slots.clamp(max=visible.shape[2] - 1).expand(visible.shape[0], -1)).unsqueeze(-1)
+    )
     idle = ~own_is_real & (visible == visible[..., :1]).all(-1, keepdim=True)
     return (((earlier <= visible) & (visible <= last)) | idle).all()
 
@@ -178,7 +180,7 @@ class ForwardState:
         Raises:
             UnsupportedError: for a layer that does not say which of them it reads.
         """
-        if all(one is self.held for one in self.held_by_layer.values()):
+        if all(held is self.held for held in self.held_by_layer.values()):
             return self
         held = self.held_by_layer.get(getattr(module, "layer_idx", -1))
         if held is None:
@@ -199,7 +201,7 @@ class ForwardState:
                         setattr(self, name, value.to(device))
         return self.query_length == length and self.device == device
 
-    def own(self, part: PartType) -> PartType:
+    def replica(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
         # Most parts have no submodules, and every layer asks.
@@ -212,10 +214,10 @@ class ForwardState:
         else:
             return part
         key = ("own", id(part), device, torch.is_grad_enabled())
-        found: PartType | None = self.scratch.get(key)
-        if found is None:
-            found = self.scratch[key] = part if device is None else copied_to(part, device)
-        return found
+        replica: PartType | None = self.scratch.get(key)
+        if replica is None:
+            replica = self.scratch[key] = part if device is None else copied_to(part, device)
+        return replica
 
     @property
     def end(self) -> int | None:
@@ -271,10 +273,10 @@ class ForwardState:
 
     def counted_by_model(self, ids: Tensor) -> Positions:
         """Positions that the model itself has computed from its slots. Where reading them costs nothing, they are."""
-        found = self.with_lengths(ids)
+        positions = self.with_lengths(ids)
         if ids.is_cpu or self.position_ids is not None or self.end is None:
-            return found
-        return found.bounded(self.end)
+            return positions
+        return positions.bounded(self.end)
 
     def with_lengths(self, ids: Tensor) -> Positions:
         """Adds the length of each sequence: the largest position plus 1, or the number of real tokens in the mask."""
@@ -408,11 +410,11 @@ def joins_layers(part: Part | None) -> bool:
 
 def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
     """The parts in the layers of the same kind as that of a site, each once. They differ only in their weights."""
-    own, layers = getattr(site.encoding, name), getattr(site.runtime.watch, "encoding", None)
+    of_layer, layers = getattr(site.encoding, name), getattr(site.runtime.watch, "encoding", None)
     if layers is None or site.encoding.kind is None:
-        return [own]
+        return [of_layer]
     parts = [getattr(layer, name) for layer in layers.layers if layer.kind == site.encoding.kind]
-    return list({id(part): part for part in (*parts, own) if type(part) is type(own)}.values())
+    return list({id(part): part for part in (*parts, of_layer) if type(part) is type(of_layer)}.values())
 
 
 def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> bool:
@@ -421,9 +423,9 @@ def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> boo
     Nor exchanged one of its modules, whose classes are `kinds`.
     """
     modules = modules_of(part)
-    if [type(one) for one in modules] != kinds:
+    if [type(module) for module in modules] != kinds:
         return False
-    if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in modules):
+    if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return False
     weights: Any = part._parameters
     return bool(next(iter(weights.values())).device == device)  # As all of its weights.

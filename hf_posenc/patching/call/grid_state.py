@@ -80,8 +80,8 @@ def of_padded_images(shown: Tensor, memo: dict[Hashable, Any]) -> Positions:
     # The number of a patch is the one that it has in its image alone.
     ids = (coordinates[0] * extents[1] + coordinates[1]).where(placed, -1)
     coordinates = coordinates.expand_as(extents).where(placed, 0)
-    found = Positions(ids, sizes.prod(0).unsqueeze(-1), coordinates, None, extents, placed, memo=memo)
-    return found.bounded(ids.shape[-1])
+    positions = Positions(ids, sizes.prod(0).unsqueeze(-1), coordinates, None, extents, placed, memo=memo)
+    return positions.bounded(ids.shape[-1])
 
 
 def packed(coordinates: Tensor, memo: dict[Hashable, Any], grid: tuple[int, ...] | None = None) -> Positions:
@@ -104,8 +104,8 @@ def packed(coordinates: Tensor, memo: dict[Hashable, Any], grid: tuple[int, ...]
     slots = torch.arange(rows.shape[1], device=rows.device)
     first = slots.new_full((rows.shape[1],), rows.shape[1]).scatter_reduce(0, image, slots, "amin")
     ids = (slots - first.index_select(0, image)).unsqueeze(0)
-    found = Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, grid, memo=memo)
-    return found.bounded(ids.shape[-1])
+    positions = Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, grid, memo=memo)
+    return positions.bounded(ids.shape[-1])
 
 
 def merged(coordinates: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def selected(positions: Positions, indices: Tensor, memo: dict[Hashable, Any]) -
 
     ids = cast("Tensor", take(positions.ids))
     coordinates, extents, placed = map(take, (positions.coordinates, positions.extents, positions.placed))
-    found = Positions(ids, positions.lengths, coordinates, None, extents, placed, positions.grid, memo=memo)
-    return found.bounded(positions.ids.shape[-1])
+    chosen = Positions(ids, positions.lengths, coordinates, None, extents, placed, positions.grid, memo=memo)
+    return chosen.bounded(positions.ids.shape[-1])
 
 
 Sizes = tuple[int, ...]
@@ -246,9 +246,9 @@ class GridState(ForwardState):
 
 def in_order(state: ForwardState, numbers: Tensor) -> ForwardState:
     """The state of some tokens of a module, in the order of their numbers, `(length,)`."""
-    found = selected(state.positions(), numbers.unsqueeze(0), state.memo)
+    chosen = selected(state.positions(), numbers.unsqueeze(0), state.memo)
     return ForwardState(
-        len(numbers), position_ids=found.ids, device=state.device, memo=state.memo, of_grid=True, placed=found
+        len(numbers), position_ids=chosen.ids, device=state.device, memo=state.memo, of_grid=True, placed=chosen
     )
 
 
@@ -282,15 +282,15 @@ def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any
 
 def pixels_among(values: Iterable[Any]) -> Sizes | None:
     """`(height, width)` of the first pictures or videos among arguments."""
-    found = (value for value in values if isinstance(value, Tensor) and value.dim() in (4, 5))
-    return next((tuple(value.shape[-2:]) for value in found), None)
+    pixels = (value for value in values if isinstance(value, Tensor) and value.dim() in (4, 5))
+    return next((tuple(value.shape[-2:]) for value in pixels), None)
 
 
 def _of_features(config: Any, values: Iterable[Tensor]) -> Sizes | None:
     """The grid of features that another encoder has made of the patches: `(batch, hidden, rows, columns)`."""
     hidden = getattr(config, "hidden_size", None)
-    found = (value for value in values if value.dim() == 4 and value.shape[1] == hidden)
-    return next((tuple(value.shape[-2:]) for value in found), None)
+    features = (value for value in values if value.dim() == 4 and value.shape[1] == hidden)
+    return next((tuple(value.shape[-2:]) for value in features), None)
 
 
 def _of_pixels(config: Any, pixels: Sizes | None) -> Sizes | None:

@@ -152,7 +152,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:
             call.state.cache_object = first_cache((*args, *kwargs.values()))
-        calls = self.calls.own()
+        calls = self.calls.of_this_thread()
         depth = len(calls)
         try:
             calls.append(call)
@@ -364,9 +364,9 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.check_head_count(query)
         if mask is not None or not self.encoding.causal or query.shape[2] == 1:
             return
-        own = kwargs.get("is_causal")
-        own = getattr(self.module, "is_causal", True) if own is None else own
-        if own is False:
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(self.module, "is_causal", True) if is_causal is None else is_causal
+        if is_causal is False:
             raise UnsupportedError(
                 f"{type(self.module).__name__} belongs to a causal stack, but this call is not causal: no mask was "
                 "passed and is_causal is False. Some versions of transformers omit the mask of a decoder. Load the "
@@ -377,8 +377,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         """What the module has multiplied its queries and its keys with, if its kernel multiplies by `scaling`."""
         if self.operand_factors is not None:
             return self.operand_factors
-        own = getattr(self.module, "scaling", None)
-        if not isinstance(own, float) or isinstance(scaling, Tensor) or scaling != 1 or own == 1:
+        stated = getattr(self.module, "scaling", None)
+        if not isinstance(stated, float) or isinstance(scaling, Tensor) or scaling != 1 or stated == 1:
             return 1.0, 1.0
         if getattr(self.encoding.logit_bias, "reads_heads", False) and not is_of_transformers(
             written_in(inspect.unwrap(self._decorated))
@@ -390,7 +390,7 @@ class InterfaceAttention(Rebound, AttentionSite):
                 f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
             )
         # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
-        return own, 1.0
+        return stated, 1.0
 
     @property
     def default_scaling(self) -> float:

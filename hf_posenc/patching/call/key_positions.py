@@ -66,26 +66,26 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
     """
 
     def resolve() -> Positions:
-        own = state.positions()
+        of_queries = state.positions()
         if state.offset is None and key_length == state.query_length:
             # In continuous batching, a layer maps the new keys before they are written to their pages.
-            return own
-        slots = torch.arange(key_length, device=own.ids.device) + first_slot
+            return of_queries
+        slots = torch.arange(key_length, device=of_queries.ids.device) + first_slot
         if _cache_is_empty(state) and key_length == state.query_length:
             _check_positions(state)
             if state.position_ids is None or _usable_mask(state) is None:
-                return own
-            return dataclasses.replace(own, ids=own.ids.where(_real_at(state, slots, own.ids), -1))
-        found = regularity(state)
-        ids = _ids_at(state, slots, own.ids, found.irregular)
-        if found.irregular:
+                return of_queries
+            return dataclasses.replace(of_queries, ids=of_queries.ids.where(_real_at(state, slots, of_queries.ids), -1))
+        spacing = regularity(state)
+        ids = _ids_at(state, slots, of_queries.ids, spacing.irregular)
+        if spacing.irregular:
             real = _real_at(state, slots, ids)
             if as_cached and state.offset is not None:
                 real = real | (slots < state.offset)
             ids = ids.where(real, -1)
-        keys = Positions(ids, own.lengths, memo=state.memo)
+        keys = Positions(ids, of_queries.lengths, memo=state.memo)
         counted_back = state.mask_hides_padding and state.position_ids is not None
-        if isinstance(first_slot, int) and not found.irregular and not counted_back:
+        if isinstance(first_slot, int) and not spacing.irregular and not counted_back:
             return keys.bounded(first_slot + key_length)
         return keys
 
@@ -168,8 +168,8 @@ def bound_of_unread(state: ForwardState) -> int | None:
     generates = state.cache_object is not None and GENERATION.get() is not None
     if mask is None or state.position_ids is not None or generates:
         return None
-    found = regularity(state)
-    return mask.shape[1] if found.even is None and not found.irregular else None
+    spacing = regularity(state)
+    return mask.shape[1] if spacing.even is None and not spacing.irregular else None
 
 
 def _check_positions(state: ForwardState) -> None:
@@ -182,18 +182,18 @@ def _check_positions(state: ForwardState) -> None:
 
 def _is_even(state: ForwardState) -> bool | Tensor:
     """Whether all real tokens of a call are as far apart as their slots, read from a device if somebody asks."""
-    found = regularity(state)
-    if found.even is None and found.irregular:
-        own = state.positions().ids
-        slots = torch.arange(int(state.offset or 0) + state.query_length, device=own.device)
-        ids = _ids_at(state, slots, own, irregular=True)
-        found.even = bool(_has_even_spacing(ids, _real_at(state, slots, ids)))
-    elif found.even is None:
+    spacing = regularity(state)
+    if spacing.even is None and spacing.irregular:
+        query_ids = state.positions().ids
+        slots = torch.arange(int(state.offset or 0) + state.query_length, device=query_ids.device)
+        ids = _ids_at(state, slots, query_ids, irregular=True)
+        spacing.even = bool(_has_even_spacing(ids, _real_at(state, slots, ids)))
+    elif spacing.even is None:
         mask, known = _usable_mask(state), recorded(state.cache_object)
-        found.even = mask is None or bool(_has_even_spacing(counted_tokens(mask)))
+        spacing.even = mask is None or bool(_has_even_spacing(counted_tokens(mask)))
         if known is not None:
-            known.even = found.even
-    return found.even
+            known.even = spacing.even
+    return spacing.even
 
 
 def require_window(state: ForwardState) -> None:
@@ -228,33 +228,33 @@ def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: i
 
 
 def _compute_regularity(state: ForwardState) -> Regularity:
-    own, offset, mask = state.positions().ids, state.offset, _usable_mask(state)
-    differs = None if state.position_ids is None else differs_from_expected(state, own)
-    device = own.device
+    query_ids, offset, mask = state.positions().ids, state.offset, _usable_mask(state)
+    differs = None if state.position_ids is None else differs_from_expected(state, query_ids)
+    device = query_ids.device
     known = None if _cache_is_empty(state) else state.held or recorded(state.cache_object)
-    on_device = not (own.is_cpu or own.is_meta)
+    on_device = not (query_ids.is_cpu or query_ids.is_meta)
     follows = known is not None and known.ids is None and (known.even is not None or on_device)
     if known is not None and follows and differs is None and _goes_on(state):
         assert state.end is not None
         record(state.cache_object, CachedPositions(state.end, mask=mask, even=known.even))
         return Regularity(irregular=False, even=known.even)
-    if own.is_meta:
+    if query_ids.is_meta:
         return Regularity(irregular=False, even=True)
     if state.cache_changed and known is not None and int(offset or 0) > 0:
         raise UnsupportedError(_CHANGED_CACHE)
     doubt = None if known is None else known.unknown
-    negative = None if differs is None else negative_positions(state, own)
+    negative = None if differs is None else negative_positions(state, query_ids)
     if torch.compiler.is_compiling():
         if doubt is not None:
             assert_in_graph(~doubt, _UNKNOWN_POSITIONS)
         if negative is not None:
             assert_in_graph(~negative, NEGATIVE)
-        return _compiled(state, own, differs, _holes(mask, device))
+        return _compiled(state, query_ids, differs, _holes(mask, device))
     if doubt is not None:
         require(~doubt, _UNKNOWN_POSITIONS, UnsupportedError)
     counted_anew = None if known is None else _counted_anew(known, mask, offset)
     if differs is not None:
-        differs = differs | _moved_behind_mask(state, known, own)
+        differs = differs | _moved_behind_mask(state, known, query_ids)
     if differs is None and on_device and (known is None or known.ids is None):
         # No position depends on a value, unless the mask shows other cached tokens than before.
         if counted_anew is not None:
@@ -264,30 +264,30 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     stated = differs is not None and on_device and known is not None and known.ids is not None
     if stated:
         # Positions of cached tokens are given, and so are those of new ones: it does not matter which were expected.
-        refuse_negative(state, own, 0)
+        refuse_negative(state, query_ids, 0)
     else:
         gaps = _holes(mask, device)
         flags = [flag.to(device) for flag in (negative, differs, counted_anew, gaps) if flag is not None]
-        found = iter(torch.stack(flags).tolist() if flags else ())
-        if negative is not None and next(found):
+        answers = iter(torch.stack(flags).tolist() if flags else ())
+        if negative is not None and next(answers):
             raise SequenceLengthError(NEGATIVE)
-        stated = differs is not None and next(found)
-        recounted = counted_anew is not None and next(found)
+        stated = differs is not None and next(answers)
+        recounted = counted_anew is not None and next(answers)
         if not (stated or recounted) and (known is None or known.ids is None):
-            even = gaps is None or not next(found)
+            even = gaps is None or not next(answers)
             _record_regular(state, known, even)
             return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
     if not stated and known is not None and not known.by_next_mask and cached and state.held is None:
         farthest = known.at(torch.arange(cached, device=device)).amax(-1)
-        if bool((own[:, 0] <= farthest).any()):
-            raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(own[:, 0].min())))
+        if bool((query_ids[:, 0] <= farthest).any()):
+            raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(query_ids[:, 0].min())))
     slots = torch.arange(cached + state.query_length, device=device)
-    ids = _ids_at(state, slots, own, irregular=True)
+    ids = _ids_at(state, slots, query_ids, irregular=True)
     real = _real_at(state, slots, ids)
     if state.held is None:
         record(state.cache_object, CachedPositions(len(slots), ids.where(real | (slots < cached), -1)))
-    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, real)) if own.is_cpu else None)
+    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, real)) if query_ids.is_cpu else None)
 
 
 def _holes(mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -318,7 +318,7 @@ def _goes_on(state: ForwardState) -> bool:
     return True
 
 
-def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, own: Tensor) -> bool | Tensor:
+def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, query_ids: Tensor) -> bool | Tensor:
     """0-dim bool: whether positions differ from the slots under a mask that does not show which tokens are padding.
 
     Of such a call only the newest positions are compared otherwise, as if cached tokens stood right before them.
@@ -329,7 +329,7 @@ def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, own: 
         return False
     if offset and (known is None or known.ids is not None or known.by_next_mask or int(known.length) < offset):
         return False
-    return (own != torch.arange(offset, offset + state.query_length, device=own.device)).any()
+    return (query_ids != torch.arange(offset, offset + state.query_length, device=query_ids.device)).any()
 
 
 def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:
@@ -339,21 +339,21 @@ def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Ten
     """
     if known.ids is not None or known.by_next_mask or offset is None:
         return None
-    masks = [one.bool() for one in (known.mask, mask) if one is not None]
-    if not masks or len({one.shape[0] for one in masks} - {1}) > 1:
+    masks = [each.bool() for each in (known.mask, mask) if each is not None]
+    if not masks or len({each.shape[0] for each in masks} - {1}) > 1:
         return None
-    length, device = min(one.shape[1] for one in masks), masks[-1].device
+    length, device = min(each.shape[1] for each in masks), masks[-1].device
     changed = masks[0].to(device)[:, :length] != masks[1][:, :length] if len(masks) > 1 else ~masks[0]
     return (changed & (torch.arange(length, device=device) < offset)).any()
 
 
-def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: Tensor | None) -> Regularity:
+def _compiled(state: ForwardState, query_ids: Tensor, differs: Tensor | None, holes: Tensor | None) -> Regularity:
     if differs is None:
         return Regularity(irregular=False, even=True if holes is None else ~holes)
     if _cache_is_empty(state):
         record(state.cache_object, CachedPositions(state.query_length, unknown=differs, mask=_usable_mask(state)))
-        slots = torch.arange(state.query_length, device=own.device)
-        return Regularity(irregular=True, even=_has_even_spacing(own, _real_at(state, slots, own)))
+        slots = torch.arange(state.query_length, device=query_ids.device)
+        return Regularity(irregular=True, even=_has_even_spacing(query_ids, _real_at(state, slots, query_ids)))
     assert_in_graph(~differs, _UNKNOWN_POSITIONS)
     return Regularity(irregular=False, even=~differs if holes is None else ~holes)
 
@@ -410,7 +410,7 @@ def _usable_mask(state: ForwardState) -> Tensor | None:
     return mask
 
 
-def _expected_ids(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
+def _expected_ids(state: ForwardState, slots: Tensor, query_ids: Tensor) -> Tensor:
     """`(batch or 1, slots)`: the positions implied by the mask or the slots; -1 at padding."""
     mask = _usable_mask(state)
     if mask is not None:
@@ -419,26 +419,26 @@ def _expected_ids(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
     if state.mask_hides_padding and state.position_ids is not None and state.offset is not None:
         # The mask of a sliding window does not show padding. Positions are counted back from the newest token.
         newest = state.offset + state.query_length - 1
-        return (own[:, -1:] - (newest - slots)).clamp(min=-1)
+        return (query_ids[:, -1:] - (newest - slots)).clamp(min=-1)
     return slots.unsqueeze(0)
 
 
-def differs_from_expected(state: ForwardState, own: Tensor) -> Tensor:
+def differs_from_expected(state: ForwardState, query_ids: Tensor) -> Tensor:
     """Whether the caller's `position_ids` differ from those implied by the mask and the slots."""
-    slots = torch.arange(state.query_length, device=own.device)
+    slots = torch.arange(state.query_length, device=query_ids.device)
     if state.offset is None:
-        return (own != own[:, :1] + slots).any()
-    expected = _expected_ids(state, slots + state.offset, own)
-    different = expected != own
+        return (query_ids != query_ids[:, :1] + slots).any()
+    expected = _expected_ids(state, slots + state.offset, query_ids)
+    different = expected != query_ids
     if _usable_mask(state) is not None or torch.compiler.is_compiling():
         # The position_ids of known padding do not matter.
         different = different & (expected >= 0)
     return different.any()
 
 
-def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) -> Tensor:
+def _ids_at(state: ForwardState, slots: Tensor, query_ids: Tensor, irregular: bool) -> Tensor:
     """`(batch or 1, slots)`: the positions of the tokens in these slots."""
-    ids = _expected_ids(state, slots, own)
+    ids = _expected_ids(state, slots, query_ids)
     if not irregular:
         return ids
     known = state.held or recorded(state.cache_object)
@@ -446,7 +446,7 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
     cached = None
     if known is not None and (known.ids is not None or not known.by_next_mask):
         cached = known.at(slots)
-    rows = {one.shape[0] for one in (ids, own, cached) if one is not None} - {1}
+    rows = {tensor.shape[0] for tensor in (ids, query_ids, cached) if tensor is not None} - {1}
     if len(rows) > 1:
         raise UnsupportedError(
             "The cached tokens were given explicit position_ids, but the number of rows has changed since "
@@ -456,7 +456,7 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
     if cached is not None:
         ids = cached.where(slots < offset, ids)
     new = slots - offset
-    placed = own.index_select(1, new.clamp(0, state.query_length - 1))
+    placed = query_ids.index_select(1, new.clamp(0, state.query_length - 1))
     return placed.where((new >= 0) & (new < state.query_length), ids)
 
 
@@ -480,17 +480,17 @@ def shifts(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_even_spacing_where(visible: Tensor, state: ForwardState, first_slot: int | Tensor, key_length: int) -> Tensor:
-    own, offset = state.positions().ids, state.offset
+    query_ids, offset = state.positions().ids, state.offset
     assert offset is not None
-    key_slots = torch.arange(key_length, device=own.device) + first_slot
+    key_slots = torch.arange(key_length, device=query_ids.device) + first_slot
     irregular = _records_nothing(state) or regularity(state).irregular
-    of_keys = _ids_at(state, key_slots, own, irregular) - key_slots
-    query_slots = torch.arange(state.query_length, device=own.device) + offset
-    of_queries, real = own - query_slots, _real_at(state, query_slots, own)
+    of_keys = _ids_at(state, key_slots, query_ids, irregular) - key_slots
+    query_slots = torch.arange(state.query_length, device=query_ids.device) + offset
+    of_queries, real = query_ids - query_slots, _real_at(state, query_slots, query_ids)
     rows = state.query_length
     if not torch.compiler.is_compiling():
-        rows = max(1, _PAIRS // (max(visible.shape[0], own.shape[0]) * key_length))
-    even = torch.ones((), dtype=torch.bool, device=own.device)
+        rows = max(1, _PAIRS // (max(visible.shape[0], query_ids.shape[0]) * key_length))
+    even = torch.ones((), dtype=torch.bool, device=query_ids.device)
     for start in range(0, state.query_length, rows):
         some = slice(start, start + rows)
         moved = of_keys.unsqueeze(-2) != of_queries[:, some].unsqueeze(-1)

@@ -129,7 +129,7 @@ class LogitSite(PlacedForward):
 
         def compute() -> Tensor:
             check_cache(logit_scale, state)
-            factor: Tensor = state.own(logit_scale)(state.positions())
+            factor: Tensor = state.replica(logit_scale)(state.positions())
             if factor.ndim != 3:
                 raise wrong_shape(logit_scale, factor, "(batch or 1, heads or 1, length)")
             return factor
@@ -173,7 +173,7 @@ class LogitSite(PlacedForward):
 
         # Few pairs are looked up by their positions, which is faster than to read whether a mask has gaps.
         few = device.type != "cpu" and not folds and query_length * key_length <= SIZES[False].short_pairs
-        few = few and not (torch.is_grad_enabled() and any(one.requires_grad for one in bias.parameters()))
+        few = few and not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in bias.parameters()))
 
         def find() -> tuple[int | Tensor, bool | Tensor | None]:
             offset, first = self.key_start(state, query_length, key_length)
@@ -204,10 +204,10 @@ class LogitSite(PlacedForward):
                 if kept is not None:
                     index = biases.index(bias)
                     return FusedForm(kept[0][index, 0, :, 0], 1, key_length, kept[1][index])
-            found = self.vectors_of_layers(state, query_length, key_length, mask) if joined else None
-            if found is not None:
-                return FusedForm(found[1][found[0][id(bias)]], query_length, key_length)
-            form = distance_form(state.own(bias), offset, query_length, key_length, device)
+            vectors = self.vectors_of_layers(state, query_length, key_length, mask) if joined else None
+            if vectors is not None:
+                return FusedForm(vectors[1][vectors[0][id(bias)]], query_length, key_length)
+            form = distance_form(state.replica(bias), offset, query_length, key_length, device)
             shared = torch.compiler.is_compiling() or state.may_be_of_layers()
             return form if shared else dataclasses.replace(form, of_layers=False)
 
@@ -233,11 +233,11 @@ class LogitSite(PlacedForward):
             return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
 
         lengths = (query_length, key_length, unseen)
-        found = state.together(self, "logit_bias", distances, *lengths)
-        if found is None or not unseen:
-            return found
-        key = ("with later keys", id(found[0]))
-        return found[0], state.shared(key, lambda: nn.functional.pad(found[1], (0, unseen)), *lengths)
+        joined = state.together(self, "logit_bias", distances, *lengths)
+        if joined is None or not unseen:
+            return joined
+        key = ("with later keys", id(joined[0]))
+        return joined[0], state.shared(key, lambda: nn.functional.pad(joined[1], (0, unseen)), *lengths)
 
     def _form_of_counts(self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
         """The distance bias of few pairs whose positions have a bound."""
@@ -253,7 +253,7 @@ class LogitSite(PlacedForward):
             index, span = self._counted(state, query_length, key_length)
             distances = torch.arange(-span, span + 1, device=state.device)
             with without_autocast(distances.device):
-                values = state.shared(("counted", id(bias)), lambda: state.own(bias)(distances), span)
+                values = state.shared(("counted", id(bias)), lambda: state.replica(bias)(distances), span)
             return values[:, index].transpose(0, 1)
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
@@ -286,7 +286,7 @@ class LogitSite(PlacedForward):
         """
         _, first = self.key_start(state, query_length, key_length)
         keys, query_slots = self._places(state, query_length, key_length)
-        own_bias, linear = state.own(bias), folds and self.encoding.causal
+        own_bias, linear = state.replica(bias), folds and self.encoding.causal
         slopes = own_bias.slopes_behind(keys.ids.device) if linear and own_bias.states_slopes else None
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
@@ -342,10 +342,10 @@ def kept_rows(
         return None
 
     def compute() -> tuple[Tensor, list[Tensor | None]]:
-        own = [state.own(bias) for bias in biases]
+        replicas = [state.replica(bias) for bias in biases]
         distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
-        slopes = [one.slopes_behind(distances.device) if one.states_slopes else None for one in own]
-        return torch.stack([one(distances) for one in own])[:, None, :, None], slopes
+        slopes = [bias.slopes_behind(distances.device) if bias.states_slopes else None for bias in replicas]
+        return torch.stack([bias(distances) for bias in replicas])[:, None, :, None], slopes
 
     key = ("kept rows", id(biases[0]), key_length, state.device)
     known: tuple[Tensor, list[Tensor | None]] | None = state.scratch.get(key)

@@ -84,8 +84,8 @@ class TableSite(PlacedForward):
             if rows.shape[-1] == more:
                 encoded = torch.zeros(1, more, weight.shape[1], device=weight.device)
             else:
-                own = rows[..., :-more] if more else rows
-                encoded = _padded(vectors(self.additive, state, lambda: self._positions(state, own)), more)
+                of_tokens = rows[..., :-more] if more else rows
+                encoded = _padded(vectors(self.additive, state, lambda: self._positions(state, of_tokens)), more)
         encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)
 
@@ -407,14 +407,14 @@ class SlotBuffers:
 
 
 def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    found = []
+    buffers = []
     # The position ids of a vision tower inside a stack of text are as many as its patches.
     for module in (stack, *(module for _, module in modules_by_stack(stack)[0].members)):
         for name, axes in _BUFFERS.items():
             buffer = module._buffers.get(name) if name in module._non_persistent_buffers_set else None
             if buffer is not None and buffer.dim() == axes and (buffer.shape[0] == 1 or name == _PHASES):
-                found.append((module, name, buffer))
-    return found
+                buffers.append((module, name, buffer))
+    return buffers
 
 
 def _length(name: str, buffer: Tensor) -> int:

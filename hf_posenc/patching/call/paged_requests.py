@@ -191,12 +191,12 @@ def attend_pages(
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     for requests in groups:
         hidden_states = cut_heads(call.hidden_states.unsqueeze(1), requests.queries).squeeze(1)
-        own = LayerCall(requests.state, hidden_states)
-        own.key_features = None if features is None else cut_heads(features, requests.keys)
+        request_call = LayerCall(requests.state, hidden_states)
+        request_call.key_features = None if features is None else cut_heads(features, requests.keys)
         if call.rotation is not None:
-            own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
+            request_call.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
         own_mask = requests.mask(kernel.name, mask, query.dtype)
         own_kernel = dataclasses.replace(kernel, mask=own_mask, kwargs=dict(own_kwargs))
         heads = cut_heads(query, requests.queries), cut_heads(key, requests.keys), cut_heads(value, requests.keys)
-        output[:, requests.queries] = attend(own, own_kernel, *heads)[0]
+        output[:, requests.queries] = attend(request_call, own_kernel, *heads)[0]
     return output, None

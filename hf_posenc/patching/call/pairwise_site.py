@@ -70,7 +70,7 @@ class PairwiseSite(LogitSite):
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
         with without_autocast(call.hidden_states.device):
-            features, call.query_features = call.state.own(bias).features(call.hidden_states)
+            features, call.query_features = call.state.replica(bias).features(call.hidden_states)
         return features
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,12 +90,12 @@ class PairwiseSite(LogitSite):
         pairs = self._pairs(call, query, key, (1.0, 1.0, 1.0))
         check_heads(self.encoding.num_heads, query.shape[1])
         summands = self.encoding.summands
-        for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
+        for summand, of_summand in zip(summands, pairs_of_parts(summands, pairs), strict=True):
             if isinstance(summand, ContextualRotation) and summand.rotates_heads:
-                if own.query is not query:
-                    own = dataclasses.replace(own, query=query, key=key)
+                if of_summand.query is not query:
+                    of_summand = dataclasses.replace(of_summand, query=query, key=key)
                 with without_autocast(query.device):
-                    query, key = call.state.own(summand).rotated(own)
+                    query, key = call.state.replica(summand).rotated(of_summand)
         return query, key
 
     def rotates_before_cache(self, key: Tensor) -> bool:
@@ -118,7 +118,7 @@ class PairwiseSite(LogitSite):
             in_slots: whether `cached` has room for the new tokens, and their slots are a tensor.
         """
         assert self.encoding.rotation_before_cache is not None
-        rotation, state, new = call.state.own(self.encoding.rotation_before_cache), call.state, key.shape[-2]
+        rotation, state, new = call.state.replica(self.encoding.rotation_before_cache), call.state, key.shape[-2]
         with without_autocast(key.device):
             if rotation.angles_of_own_token:
                 call.rotation = rotation.factors(features, state.positions(), key.dtype)
@@ -164,7 +164,7 @@ class PairwiseSite(LogitSite):
 
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, site: PairwiseSite) -> BiasForm:
-    bias, key_length = state.own(part), pairs.key.shape[-2]
+    bias, key_length = state.replica(part), pairs.key.shape[-2]
     if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
             terms = bias.key_terms(pairs)
@@ -178,20 +178,20 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, 
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
         if repeats and alone and (start, stop, key_count) == (0, *lengths):
-            found = state.together(site, "logit_bias", lambda: (pairs,), *lengths)
-            if found is not None:
-                return cast("Tensor", found[1][found[0][id(part)]])
+            joined = state.together(site, "logit_bias", lambda: (pairs,), *lengths)
+            if joined is not None:
+                return cast("Tensor", joined[1][joined[0][id(part)]])
         if repeats:
             return state.shared(("rows", id(part), start), lambda: evaluated(start, stop, key_count), stop, key_count)
         return evaluated(start, stop, key_count)
 
     def evaluated(start: int, stop: int, key_count: int) -> Tensor:
-        own = pairs if pairs.query.shape[-2] == 1 else pairs.of_queries(start, stop)
+        chosen = pairs if pairs.query.shape[-2] == 1 else pairs.of_queries(start, stop)
         if crops and key_count < key_length:
-            own = own.of_first_keys(key_count)
+            chosen = chosen.of_first_keys(key_count)
         # The bias is float32 in every model. Autocast would compute it in lower precision.
-        with without_autocast(own.query.device):
-            result: Tensor = bias(own)
+        with without_autocast(chosen.query.device):
+            result: Tensor = bias(chosen)
         if result.ndim != 4:
             raise wrong_shape(bias, result, "(batch or 1, heads, query_len, key_len)")
         check_heads(result.shape[1], pairs.query.shape[1])

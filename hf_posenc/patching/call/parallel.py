@@ -87,7 +87,7 @@ class HeadShard:
         """Number of processes."""
         return int(self.mesh.size())
 
-    def own(self, tensor: Tensor, axis: int) -> Tensor:
+    def local(self, tensor: Tensor, axis: int) -> Tensor:
         """The heads of this process, from those of all."""
         count = tensor.shape[axis] // self.size
         return tensor.narrow(axis, count * self.mesh.get_local_rank(), count)
@@ -141,15 +141,15 @@ class _SplitPart(Part, Generic[PartType]):
         try:
             if torch.is_grad_enabled():
                 for module in self.inner.modules():
-                    own = cast("dict[str, Any]", module._parameters)
-                    for name, parameter in own.items():
+                    parameters = cast("dict[str, Any]", module._parameters)
+                    for name, parameter in parameters.items():
                         if parameter is not None and parameter.requires_grad:
-                            exchanged.append((own, name, parameter))
-                            own[name] = self.shard.with_summed_gradient(parameter)
+                            exchanged.append((parameters, name, parameter))
+                            parameters[name] = self.shard.with_summed_gradient(parameter)
             return method(*args)
         finally:
-            for own, name, parameter in exchanged:
-                own[name] = parameter
+            for parameters, name, parameter in exchanged:
+                parameters[name] = parameter
 
 
 class SplitDistanceBias(_SplitPart[DistanceBias], DistanceBias):
@@ -157,12 +157,12 @@ class SplitDistanceBias(_SplitPart[DistanceBias], DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads of this process, *distance.shape)` in float32."""
-        return self.shard.own(self.run(self.inner, distance), 0)
+        return self.shard.local(self.run(self.inner, distance), 0)
 
     def slopes_behind(self, device: torch.device) -> Tensor | None:
         """`(heads of this process,)` float32, or `None`, like the inner bias."""
         slopes = self.run(self.inner.slopes_behind, device) if self.inner.states_slopes else None
-        return None if slopes is None else self.shard.own(slopes, 0)
+        return None if slopes is None else self.shard.local(slopes, 0)
 
 
 class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
@@ -171,12 +171,12 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """The features of the heads of this process, in the shapes of the inner bias."""
         features = self.run(self.inner.key_features, self.shard.with_summed_gradient(hidden_states))
-        return self._by_head(features, lambda heads: self.shard.own(heads, 1))
+        return self._by_head(features, lambda heads: self.shard.local(heads, 1))
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, query_len, key_len)` in float32."""
         bias: Tensor = self.run(self.inner, self._given(pairs))
-        return self.shard.own(bias, 1) if self.whole_heads else bias
+        return self.shard.local(bias, 1) if self.whole_heads else bias
 
     def _given(self, pairs: AttentionPairs) -> AttentionPairs:
         """The arguments that are passed to the inner part."""
@@ -194,10 +194,10 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
 
     def _by_head(self, features: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """Features with a change of those that belong to heads; features of shared keys stay as they are."""
-        own, shared = separated(features, *feature_counts(self))
+        by_head, shared = separated(features, *feature_counts(self))
         if shared is None or not self.shard.shared_keys:
             return change(features)
-        return joined(None if own is None else change(own), shared)
+        return joined(None if by_head is None else change(by_head), shared)
 
 
 class SplitSeparableBias(SplitPairwiseBias, SeparableBias):
@@ -208,7 +208,7 @@ class SplitSeparableBias(SplitPairwiseBias, SeparableBias):
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, key_len)` in float32."""
         terms = self.run(cast("SeparableBias", self.inner).key_terms, self._given(pairs))
-        return self.shard.own(terms, 1) if self.whole_heads else terms
+        return self.shard.local(terms, 1) if self.whole_heads else terms
 
 
 class SplitScale(_SplitPart[LogitScale], LogitScale):
@@ -217,7 +217,7 @@ class SplitScale(_SplitPart[LogitScale], LogitScale):
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads of this process or 1, length)` in float32."""
         scale: Tensor = self.run(self.inner, positions)
-        return scale if scale.shape[1] == 1 else self.shard.own(scale, 1)
+        return scale if scale.shape[1] == 1 else self.shard.local(scale, 1)
 
 
 class SplitQueryKeyMap(_SplitPart[QueryKeyMap], QueryKeyMap):
@@ -235,13 +235,13 @@ class SplitQueryKeyMap(_SplitPart[QueryKeyMap], QueryKeyMap):
         """Maps a query `(batch, heads of this process, length, head_dim)`."""
         if not self.whole_heads:
             return self.run(self.inner.map_query, query, phases)
-        return self.shard.own(self.run(self.inner.map_query, self.shard.repeated_to_all_heads(query), phases), 1)
+        return self.shard.local(self.run(self.inner.map_query, self.shard.repeated_to_all_heads(query), phases), 1)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """Maps a key `(batch, key_value_heads of this process, length, head_dim)`."""
         if not self.whole_heads or self.shard.shared_keys:
             return self.run(self.inner.map_key, key, phases)
-        return self.shard.own(self.run(self.inner.map_key, self.shard.repeated_to_all_heads(key), phases), 1)
+        return self.shard.local(self.run(self.inner.map_key, self.shard.repeated_to_all_heads(key), phases), 1)
 
 
 def split_part(part: Part, shard: HeadShard) -> Part:

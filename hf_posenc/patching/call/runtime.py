@@ -71,7 +71,7 @@ class PerThread(Generic[Value]):
 
     A call pushes its value and removes it even if an error or an interrupt occurs::
 
-        own = values.own()
+        own = values.of_this_thread()
         depth = len(own)
         try:
             own.append(value)
@@ -90,7 +90,7 @@ class PerThread(Generic[Value]):
     def __getstate__(self) -> dict[str, Any]:
         return {"_main": [], "_others": {}}
 
-    def own(self) -> list[Value]:
+    def of_this_thread(self) -> list[Value]:
         """The calling thread's own stack."""
         # The id of a thread cannot be traced, so compiled code always uses the stack of the main thread.
         if is_compiling() or get_ident() == _MAIN_THREAD:
@@ -106,8 +106,8 @@ class PerThread(Generic[Value]):
     def top(self) -> Value | None:
         """The value on top, or `None`."""
         # Inlined for speed, because every layer reads it.
-        own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
-        return own[-1] if own else None
+        values = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
+        return values[-1] if values else None
 
 
 class Recomputation:
@@ -151,10 +151,10 @@ class Recomputation:
             # Layers, wrappers around them, and patched attention, which may be wrapped later.
             named = {*_CHECKPOINT_FUNCTIONS, "forward"}
             self._places = [
-                (parent._modules, name, one)
+                (parent._modules, name, child)
                 for parent in stack.modules()
-                for name, one in parent._modules.items()
-                if one is not None and (hasattr(one, "gradient_checkpointing") or named & one.__dict__.keys())
+                for name, child in parent._modules.items()
+                if child is not None and (hasattr(child, "gradient_checkpointing") or named & child.__dict__.keys())
             ]
         return (stack, *(module for _, _, module in self._places))
 
@@ -180,7 +180,7 @@ class CheckpointWithState:
             if state is None or states.top is state:
                 return function(*inputs, **options)
             self.recomputation.check()
-            calls = states.own()
+            calls = states.of_this_thread()
             depth = len(calls)
             try:
                 calls.append(dataclasses.replace(state, scratch=dict(scratch), memo=_ReplayedMemo(memo, state.memo)))
@@ -197,8 +197,8 @@ class _ReplayedMemo(dict[Hashable, Any]):
     They are still drawn, so that the random generator has the same state in both runs for dropout later on.
     """
 
-    def __init__(self, found: dict[Hashable, Any], first_run: dict[Hashable, Any]) -> None:
-        super().__init__(found)
+    def __init__(self, values: dict[Hashable, Any], first_run: dict[Hashable, Any]) -> None:
+        super().__init__(values)
         self.first_run = first_run
 
     def __setitem__(self, name: Hashable, value: Any) -> None:
@@ -346,7 +346,7 @@ class StackForward(PlacedForward):
             self.runtime.watch.check()
         if self.runtime.replicas is not None:
             refuse_unsynchronised(self.runtime.replicas)
-        calls = self.runtime.states.own()
+        calls = self.runtime.states.of_this_thread()
         depth = len(calls)
         try:
             state, args, kwargs = self._resolve(args, kwargs)

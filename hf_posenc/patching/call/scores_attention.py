@@ -103,10 +103,10 @@ class ScoresAttention(AttentionSite):
             bias if adds_bias else None,
         )
         call.mode = mode
-        rotary = {name: RotaryReplacement(one, self) for name, one in functions_called(forward).items()}
+        rotary = {name: RotaryReplacement(function, self) for name, function in functions_called(forward).items()}
         function = in_decorators(type(self.module).forward, rebind(forward, rotary) if rotary else forward)
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
-        calls = self.calls.own()
+        calls = self.calls.of_this_thread()
         depth = len(calls)
         try:
             calls.append(call)

@@ -126,9 +126,9 @@ class _Gathered(torch.autograd.Function):
         by_rank = torch.empty_like(gradient).index_copy_(2, ctx.sequence.order, gradient)
         group = ctx.sequence.group
         parts = [part.contiguous() for part in by_rank.chunk(torch.distributed.get_world_size(group), 2)]
-        own = torch.empty_like(parts[0])
-        torch.distributed.reduce_scatter(own, parts, group=group)
-        return own.to(ctx.dtype), None
+        part = torch.empty_like(parts[0])
+        torch.distributed.reduce_scatter(part, parts, group=group)
+        return part.to(ctx.dtype), None
 
 
 def _all_gathered(tensor: Tensor, group: Any, axis: int) -> Tensor:
@@ -161,7 +161,9 @@ def split_sequence(
     implementation, position_ids = getattr(stack.config, "_attn_implementation", None), arguments.get("position_ids")
     if runtime.split_problem:
         raise UnsupportedError(CONTEXT_PARALLELISM.message(runtime.split_problem, "this scheme"))
-    if runtime.watch is not None and any(getattr(one, "draws", False) for one in runtime.watch.encoding.modules()):
+    if runtime.watch is not None and any(
+        getattr(module, "draws", False) for module in runtime.watch.encoding.modules()
+    ):
         raise UnsupportedError(
             CONTEXT_PARALLELISM.message("it draws random positions, and each process would draw its own", "this scheme")
         )
@@ -293,10 +295,10 @@ def attend_split(
     outputs = []
     for run in sequence.runs:
         seen = run.stop if encoding.causal else key.shape[2]
-        own = LayerCall(run.state, call.hidden_states[:, run.queries])
-        own.key_features = None if features is None else features[:, :, :seen]
+        split_call = LayerCall(run.state, call.hidden_states[:, run.queries])
+        split_call.key_features = None if features is None else features[:, :, :seen]
         heads = query[:, :, run.queries], key[:, :, :seen]
-        form = site.bias(own, *heads, (factor, *site.factors_before(factor)))
+        form = site.bias(split_call, *heads, (factor, *site.factors_before(factor)))
         if encoding.causal:
             form = without_later_keys(form, run.start)
         scaled = heads[0] if encoding.logit_scale is None else site.scaled(run.state, heads[0])

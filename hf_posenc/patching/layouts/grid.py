@@ -121,7 +121,7 @@ class Grid(Layout):
             size = getattr(module, "window_size", None)
             if isinstance(size, int) and not isinstance(size, bool) and size > 0:
                 return (size, size)
-            if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) for one in size):
+            if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size):
                 return tuple(size)
         return None
 

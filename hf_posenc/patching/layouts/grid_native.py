@@ -112,7 +112,7 @@ class GridBias(NamedModule):
             journal.freeze(module, name)
         elif self.kind == "flag":
             journal.set(module, name, False)
-            journal.freeze(module, *(own for own in module._parameters if "rel_pos" in own))
+            journal.freeze(module, *(name for name in module._parameters if "rel_pos" in name))
         elif self.kind == "rotation":
             journal.set(module, name, unrotated)
         else:
@@ -124,18 +124,18 @@ class GridBias(NamedModule):
 
 def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[GridBias]:
     """The native mechanisms of modules, by path."""
-    found = []
+    biases = []
     for path, module in modules:
         if type(module).__name__.endswith("RelativePositionBias"):
-            found.append(GridBias(path, module, "", "module"))
+            biases.append(GridBias(path, module, "", "module"))
             continue
         for name, kind in _ATTRIBUTES.items():
             # The flag of a module that has no parameters only repeats a setting.
-            repeats = kind == "flag" and not any("rel_pos" in own for own in module._parameters)
+            repeats = kind == "flag" and not any("rel_pos" in parameter_name for parameter_name in module._parameters)
             value = getattr(module, name, None)
             if value is not None and value is not False and not repeats:
-                found.append(GridBias(path, module, name, kind))
-    return found
+                biases.append(GridBias(path, module, name, kind))
+    return biases
 
 
 def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None:
@@ -147,14 +147,14 @@ def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None
             f"The native mechanism in the attention of {type(stack).__name__} ({biases[0]}) is not among the "
             "schemes of this library."
         )
-    found = {_bias_of_layer(bias, shared=len(biases) == 1) for bias in biases}
-    if len(found) > 1:
+    schemes = {_bias_of_layer(bias, shared=len(biases) == 1) for bias in biases}
+    if len(schemes) > 1:
         raise undescribed(
             f"The layers of {type(stack).__name__} have windows of different sizes, which a single scheme cannot "
             "describe.",
             "them",
         )
-    return found.pop()
+    return schemes.pop()
 
 
 def _bias_of_layer(bias: GridBias, shared: bool) -> SchemeConfig:
@@ -200,15 +200,19 @@ def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotatio
     """The scheme of the tables, the biases and the rotations of a stack of patches."""
     if len(grid.tables) > 1:
         raise several_tables(stack, [table.full_name for table in grid.tables])
-    found = [_table_scheme(table, grid) for table in grid.tables]
+    schemes = [_table_scheme(table, grid) for table in grid.tables]
     bias = bias_scheme(grid.biases, stack.module)
-    rotated = [(one, rotations[path]) for one in stack.attentions if (path := f"{stack.name}:{one.path}") in rotations]
+    rotated = [
+        (attention, rotations[path])
+        for attention in stack.attentions
+        if (path := f"{stack.name}:{attention.path}") in rotations
+    ]
     if bias is not None:
-        found.append(bias)
+        schemes.append(bias)
     if rotated:
         # All layers of a vision model receive the same phases; the comparison of outputs would show if they do not.
-        found.append(_rotation_scheme(stack, *rotated[0], trial))
-    return composed(found)
+        schemes.append(_rotation_scheme(stack, *rotated[0], trial))
+    return composed(schemes)
 
 
 def _table_scheme(table: OwnedTable, grid: Grid) -> SchemeConfig:
@@ -250,10 +254,10 @@ def _places(table: OwnedTable, grid: Grid) -> tuple[int, ...]:
 
 def _formulas(axes: int) -> list[SinusoidalConfig]:
     """The formulas of tables that are not trained: VideoMAE's counts patches, MAE's has rows and columns."""
-    found = [SinusoidalConfig(layout=layout) for layout in ("interleaved", "concatenated")]
+    formulas = [SinusoidalConfig(layout=layout) for layout in ("interleaved", "concatenated")]
     for layout, columns_first in itertools.product(("concatenated", "interleaved"), (True, False)):
-        found.append(SinusoidalConfig(layout=layout, axes=axes, columns_first=columns_first))
-    return found
+        formulas.append(SinusoidalConfig(layout=layout, axes=axes, columns_first=columns_first))
+    return formulas
 
 
 def _reproduces(config: SchemeConfig, rows: Tensor, places: tuple[int, ...], suffix_tokens: int) -> bool:
@@ -298,8 +302,8 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
         assert additive is not None
         additive.adopt(table.in_order_of_tokens(learned.num_prefix_tokens).float())
         with torch.no_grad():
-            found = additive(in_raster(larger, expected.shape[1], grid.suffix_tokens, torch.device("cpu")))
-        if found.shape == expected.shape and torch.allclose(found, expected.float().cpu(), atol=1e-4):
+            vectors = additive(in_raster(larger, expected.shape[1], grid.suffix_tokens, torch.device("cpu")))
+        if vectors.shape == expected.shape and torch.allclose(vectors, expected.float().cpu(), atol=1e-4):
             return config
     return learned
 
@@ -368,7 +372,7 @@ def _bases(config: Any) -> list[float]:
         getattr(config, "rope_theta", None),
         parameters.get("rope_theta") if isinstance(parameters, dict) else None,
     ]
-    return list(dict.fromkeys([float(one) for one in stated if one] + [10000.0, 100.0]))
+    return list(dict.fromkeys([float(base) for base in stated if base] + [10000.0, 100.0]))
 
 
 def _positions_of(stack: Stack, trial: Transaction) -> Positions:

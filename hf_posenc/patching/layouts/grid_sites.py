@@ -58,8 +58,8 @@ class ProjectionSite(PlacedForward):
 def refuses_other_sizes(module: nn.Module) -> bool:
     """Whether a module compares the sizes of pictures with those of its config, to suit a position table."""
     size = module.__dict__.get(_SIZE)
-    own: Any = type(module).forward
-    return isinstance(size, tuple | list) and _SIZE in names_used(own) and OTHER_SIZES not in names_used(own)
+    forward: Any = type(module).forward
+    return isinstance(size, tuple | list) and _SIZE in names_used(forward) and OTHER_SIZES not in names_used(forward)
 
 
 class GridRotarySite(PlacedForward):

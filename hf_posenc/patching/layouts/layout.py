@@ -104,8 +104,8 @@ class Layout:
 
     def table(self, stack: Stack) -> Tensor | None:
         """The rows for tokens in its first table, `(rows, hidden)`; `None` without one."""
-        found = next(iter((*stack.tables, *self.tables)), None)
-        return None if found is None else found.weight[found.origin :]
+        table = next(iter((*stack.tables, *self.tables)), None)
+        return None if table is None else table.weight[table.origin :]
 
     def vector_sites(self, stack: Stack) -> list[Any]:
         """The objects that add position vectors, each with `path` and `module`: one table of every module."""
@@ -176,11 +176,11 @@ class Layout:
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The native table that a part can start from, in the order of its positions, and its path."""
-        found = next(iter((*stack.tables, *self.tables)), None)
-        if found is None:
+        table = next(iter((*stack.tables, *self.tables)), None)
+        if table is None:
             return None
         offset = max(getattr(part, "offset", 0) for part in additive.modules())
-        return found.weight[max(found.origin - offset, 0) :], found.full_name
+        return table.weight[max(table.origin - offset, 0) :], table.full_name
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Replaces the vectors of the architecture, the rows of the tables, by those of a scheme."""
@@ -247,7 +247,7 @@ def _token_ids(module: PreTrainedModel, length: int) -> Tensor:
     stated = [getattr(config, name, None) for name in ("vocab_size", "decoder_vocab_size")]
     count = min([size for size in stated if isinstance(size, int)] or [_LAST_WORD])
     special = {name: value for name, value in config.to_dict().items() if name.endswith("_token_id")}
-    reserved = {one for value in special.values() for one in (value if isinstance(value, list) else [value])}
+    reserved = {token_id for value in special.values() for token_id in (value if isinstance(value, list) else [value])}
     words = [*range(_FIRST_WORD, min(count, _LAST_WORD)), *range(min(count, _FIRST_WORD))]
     words = [word for word in words if word not in reserved] or words
     ids = list(itertools.islice(itertools.cycle(words), length))

@@ -308,13 +308,13 @@ class InputView(Viewed):
 
     Args:
         module: the encoder.
-        found: the properties that fix its number of tokens.
+        fixed: the properties that fix its number of tokens.
         runtime: its runtime, which knows the number of tokens of the call in progress.
     """
 
-    def __init__(self, module: Any, found: FixedInput, runtime: StackRuntime) -> None:
+    def __init__(self, module: Any, fixed: FixedInput, runtime: StackRuntime) -> None:
         self.module = module
-        self.found = found
+        self.fixed = fixed
         self.runtime = runtime
 
     @property
@@ -326,8 +326,8 @@ class InputView(Viewed):
         """The config and the table."""
         return {
             "config": property(lambda _: WithOverrides(self.module.config, **{SOURCE_LENGTH: self.tokens})),
-            self.found.table: property(
-                lambda _: _WholeTable(getattr(self.module, self.found.table), num_embeddings=self.tokens)
+            self.fixed.table: property(
+                lambda _: _WholeTable(getattr(self.module, self.fixed.table), num_embeddings=self.tokens)
             ),
         }
 
@@ -347,9 +347,9 @@ class _WholeTable(WithOverrides):
 class _Vectors(PlacedForward):
     """Base class: stands in for the `forward` of a module that makes or adds vectors, with those of the scheme."""
 
-    def __init__(self, found: Any, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
-        super().__init__(found.module, runtime)
-        self.found = found
+    def __init__(self, source: Any, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        super().__init__(source.module, runtime)
+        self.source = source
         self.additive = additive
 
     def vectors(self, length: int, like: Tensor) -> Tensor:
@@ -372,10 +372,10 @@ class ConvolutionSite(_Vectors):
         """Returns one vector per token, in the axis order of the convolution."""
         if self.retired:
             return self.stock(hidden_states)
-        if self.found.stride == 1:
+        if self.source.stride == 1:
             return self.vectors(hidden_states.shape[1], hidden_states)
         by_token = hidden_states.transpose(1, 2)
-        return self.vectors(by_token.shape[1] // self.found.stride, by_token).transpose(1, 2)
+        return self.vectors(by_token.shape[1] // self.source.stride, by_token).transpose(1, 2)
 
 
 class LengthSite(_Vectors):
@@ -404,6 +404,6 @@ class ParameterSite(_Vectors):
         """`embeddings` are `(..., length, hidden)`."""
         if self.retired or self.inner is not None:
             return self.stock(embeddings)
-        rows = self.vectors(embeddings.shape[-2] + self.found.prefix_rows, embeddings)
-        rows = rows if self.found.value.dim() == 3 else rows.squeeze(0)
-        return type(self.module).forward(view_of(self.module, {self.found.name: rows}), embeddings)
+        rows = self.vectors(embeddings.shape[-2] + self.source.prefix_rows, embeddings)
+        rows = rows if self.source.value.dim() == 3 else rows.squeeze(0)
+        return type(self.module).forward(view_of(self.module, {self.source.name: rows}), embeddings)

@@ -100,12 +100,12 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
 
 def position_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that describe its native position mechanism, JSON-ready, without lengths."""
-    found = {}
+    fields = {}
     for name, value in config.__dict__.items():
         if _POSITION_FIELD.search(name) and not name.startswith("_") and name not in _OTHER_FIELDS:
             with suppress(TypeError, ValueError):  # JSON has no such value.
-                found[name] = json.loads(json.dumps(value))
-    return found
+                fields[name] = json.loads(json.dumps(value))
+    return fields
 
 
 def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
@@ -124,8 +124,8 @@ def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
 
 def native_fields(config: Any) -> dict[str, dict[str, Any]]:
     """The position fields in the entry of a config; empty if it does not have them."""
-    found = (read_fields(config) or {}).get(NATIVE_FIELDS)
-    return found if isinstance(found, dict) else {}
+    fields = (read_fields(config) or {}).get(NATIVE_FIELDS)
+    return fields if isinstance(fields, dict) else {}
 
 
 def is_length(value: Any) -> bool:
@@ -137,7 +137,7 @@ def find_lengths(
     config: PreTrainedConfig, stack_configs: Iterable[Any] = (), names: Iterable[str] = NAMES
 ) -> dict[str, int]:
     """The lengths in a config by name, including those of sub-configs that a stack uses."""
-    used = [id(found) for found in stack_configs]
+    used = [id(config) for config in stack_configs]
     owners = {"": config} | {
         f"{name}.": value
         for name, value in config.__dict__.items()

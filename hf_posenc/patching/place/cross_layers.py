@@ -32,7 +32,7 @@ def cross_parts(
     Raises:
         UnsupportedError: for a scheme or a model that is not supported.
     """
-    found = []
+    result = []
     for attention in cross_attentions(stack):
         name = f"{attention.path} ({type(attention.module).__name__})"
         tokens = stack.layout.takes_tokens and not stack.layout.has_axes
@@ -53,12 +53,12 @@ def cross_parts(
                 CROSS_ATTENTION.message("it draws random positions, and would draw others for each sequence", label)
             )
         summands = () if parts.logit_bias is None else parts.logit_bias.summands()
-        other = next((one for one in summands if not isinstance(one, DistanceBias)), None)
+        other = next((summand for summand in summands if not isinstance(summand, DistanceBias)), None)
         if other is not None:
             why = f"it adds a bias to the logits ({type(other).__name__}) that is more than a function of the distance"
             raise UnsupportedError(CROSS_ATTENTION.message(why, label))
-        found.append((attention, parts))
-    return found
+        result.append((attention, parts))
+    return result
 
 
 def refuse_without_encoder(anatomy: Anatomy, part: str | None) -> None:

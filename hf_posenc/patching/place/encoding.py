@@ -92,12 +92,12 @@ class LayerEncoding:
         #: The parts that are not `None`.
         self.parts: list[Part] = [part for part in parts if part is not None]
         pairwise = bias if isinstance(bias, PairwiseBias) else None
-        own, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
+        by_head, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
         #: Number of heads for which the bias caches features next to the keys.
         self.feature_heads = self.num_key_value_heads if shared else self.num_heads
         groups = self.num_heads // self.num_key_value_heads if shared else 1
         #: Number of features per token of each of these heads.
-        self.num_features = groups * own + shared
+        self.num_features = groups * by_head + shared
         #: The bias of queries at positions below this is 0.
         self.zero_below = 0 if pairwise is None else pairwise.zero_below
         #: Whether the scheme changes keys, or caches something next to them.
@@ -106,7 +106,7 @@ class LayerEncoding:
         self.needs_oldest_keys = pairwise is not None and pairwise.needs_oldest_keys
         #: The biases whose sum the bias is. Some may be rotations of heads by the layer's input.
         summands = self.summands = () if bias is None else tuple(bias.summands())
-        kinds = [one.rotates_heads for one in summands]
+        kinds = [summand.rotates_heads for summand in summands]
         whole = self.num_cached_heads in (None, self.num_key_value_heads)
         #: Whether the bias rotates heads by the layer's input, and whether it does nothing else.
         self.rotates_by_input, self.only_rotates_by_input = any(kinds), any(kinds) and all(kinds)
@@ -116,7 +116,7 @@ class LayerEncoding:
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         rotates = self.logit_scale is None and not self.widens_heads
         again = self.query_key_map is not None and self.query_key_map.mapped_again
-        by_distance = all(isinstance(one, DistanceBias) for one in summands)
+        by_distance = all(isinstance(summand, DistanceBias) for summand in summands)
         #: Whether the logits change by the same bias in every layer with these parts.
         self.repeats_bias = bool(summands) and by_distance and rotates and not again
         #: A value that is equal for layers with the same parts and heads.
@@ -190,8 +190,8 @@ class StackEncoding(nn.Module):
             self.layers.append(LayerEncoding.of(parts, attention, kind))
         scheme = config.within_and_across()[1]
         if scheme is not None:
-            found = cross_parts(scheme, stack, self._parts)
-            self.cross = {attention.path: LayerEncoding.of(parts, attention) for attention, parts in found}
+            across = cross_parts(scheme, stack, self._parts)
+            self.cross = {attention.path: LayerEncoding.of(parts, attention) for attention, parts in across}
             self.runtime.reads_encoder = bool(self.cross)
         self._built.clear()
         self.additive = _one_additive(additive_layers)
@@ -232,7 +232,7 @@ class StackEncoding(nn.Module):
             children = config.children().items()
             parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
         else:
-            reasons = [one.causal_only for one in walk(config) if one.causal_only]  # Not every `build` reads it.
+            reasons = [part.causal_only for part in walk(config) if part.causal_only]  # Not every `build` reads it.
             if reasons and not context.causal:
                 raise UnsupportedError(reasons[0])
             with contextlib.nullcontext() if self._device is None else self._device:
@@ -252,8 +252,8 @@ class StackEncoding(nn.Module):
             if not attention.reads_earlier_keys:
                 owners[attention.layer_type] = (attention.layer, mapped)
                 continue
-            source, found = owners.get(attention.layer_type, (None, mapped))
-            if found != mapped:
+            source, first = owners.get(attention.layer_type, (None, mapped))
+            if first != mapped:
                 raise UnsupportedError(
                     f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation, but "
                     "the schedule gives them different ones. Give both the same rotation, or choose layers whose keys "
@@ -270,28 +270,28 @@ class StackEncoding(nn.Module):
                 part.to(execution_device(stack.module.get_submodule(path)))
 
 
-def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
-    added = [config.name for config, part in found.items() if part is not None]
-    if len(found) > 1 and added:
+def _one_additive(added_by: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
+    added = ", ".join(config.name for config, part in added_by.items() if part is not None)
+    if len(added_by) > 1 and added:
         raise UnsupportedError(
-            f"The layers have different schemes ({', '.join(config.name for config in found)}), but {', '.join(added)} "
-            "adds vectors to the embeddings, which happens once, before the first layer. To use it, leave out layers=. "
+            f"The layers have different schemes ({', '.join(config.name for config in added_by)}), but {added} adds "
+            "vectors to the embeddings, which happens once, before the first layer. To use it, leave out layers=. "
             "Rotations and biases may differ between layers: combine each with the additive scheme (ComposedConfig). "
             "If the other layers have it, elsewhere='none' removes it."
         )
-    return next(iter(found.values()), None)
+    return next(iter(added_by.values()), None)
 
 
 def _environments(stack: Stack, attention: AttentionLayer) -> Iterator[Environment]:
     """The environments that limit the parts of a scheme in one attention layer."""
-    found: Any = (
+    known: Any = (
         (stack.architecture.limits, stack.architecture.limits),
         (attention.sparse, refusals.SPARSE_ATTENTION),
         (hasattr(attention.module, "kv_lora_rank"), refusals.LATENT_ATTENTION),
         (getattr(attention.module, "attn_logit_softcapping", None), refusals.CAPPED_LOGITS),
         (attention.reads_earlier_keys, refusals.SHARED_KEYS),
     )
-    yield from (environment for applies, environment in found if applies)
+    yield from (environment for applies, environment in known if applies)
 
 
 class PositionEncoding(AddedModule):
@@ -327,8 +327,8 @@ class PositionEncoding(AddedModule):
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
         """The parts in use in some stacks, by default all. A part that contains others is listed in their place."""
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
-        found = [part for stack in chosen for part in stack.acting_parts()]
-        return list({id(part): part for part in found}.values())
+        parts = [part for stack in chosen for part in stack.acting_parts()]
+        return list({id(part): part for part in parts}.values())
 
     def needs(self) -> dict[Need, Part]:
         """The needs of the parts in use."""
@@ -376,12 +376,12 @@ class PositionEncoding(AddedModule):
         """
         super()._load_from_state_dict(state_dict, prefix, *others)
         _, _, missing_keys, unexpected_keys, _ = others
-        key, found = prefix + MARK, self.loaded_scheme()
+        key, loaded = prefix + MARK, self.loaded_scheme()
         if key in missing_keys:
             missing_keys.remove(key)
-        problem = disagreement(found, self.config)
+        problem = disagreement(loaded, self.config)
         if problem is not None:
-            (missing_keys if found is None else unexpected_keys).append(f"{key}: {problem}. {NOT_STRICT}")
+            (missing_keys if loaded is None else unexpected_keys).append(f"{key}: {problem}. {NOT_STRICT}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PositionEncoding:
         """Copies the encoding as a part of its model.
@@ -435,16 +435,16 @@ def encodings(model: nn.Module) -> list[PositionEncoding]:
         UnsupportedError: if an encoding was created by another copy of this package.
     """
     kinds = {type(module) for module in model.modules()}
-    found = {kind for kind in kinds if issubclass(kind, PositionEncoding)}
+    ours = {kind for kind in kinds if issubclass(kind, PositionEncoding)}
     name, package = f"{PositionEncoding.__module__}.{PositionEncoding.__qualname__}", __name__.partition(".")[0]
-    if any(f"{one.__module__}.{one.__qualname__}" == name for kind in kinds - found for one in kind.__mro__):
+    if any(f"{base.__module__}.{base.__qualname__}" == name for kind in kinds - ours for base in kind.__mro__):
         raise UnsupportedError(
             f"This {type(model).__name__} was patched by another copy of {package}: the package has been imported "
             "again in this process, after its modules were removed from sys.modules (test plugins and notebooks do "
             "so). The new copy cannot undo or save the changes of the old one. Load and patch the model again, or "
             f"restart the process, and exclude {package} from reloading."
         )
-    return [module for module in model.modules() if isinstance(module, PositionEncoding)] if found else []
+    return [module for module in model.modules() if isinstance(module, PositionEncoding)] if ours else []
 
 
 def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
@@ -453,21 +453,21 @@ def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
     Raises:
         UnsupportedError: if a part of the model was patched on its own.
     """
-    found = encodings(model)
-    for encoding in found:
+    placed = encodings(model)
+    for encoding in placed:
         if encoding.__dict__.get("holder") is not model.base_model:
             raise UnsupportedError(
                 f"A part of this {type(model).__name__} was patched on its own with {encoding.config.name!r}. Call "
                 "unpatch_model on that part first, because a scheme is placed in a whole model."
             )
-    return found[0] if found else None
+    return placed[0] if placed else None
 
 
 def difference(model: PreTrainedModel) -> str:
     """How a model differs from what was placed, or its positions from its config; empty if they agree."""
-    entry, found = read_entry(model.config), encodings(model)
-    if found:
-        return next(filter(None, (encoding.record.agrees(model) for encoding in found)), "")
+    entry, placed = read_entry(model.config), encodings(model)
+    if placed:
+        return next(filter(None, (encoding.record.agrees(model) for encoding in placed)), "")
     if any(map(is_attention_site, model.modules())):
         return (
             "it uses a position encoding that it does not hold itself, because it is a part of a patched model or "

@@ -122,8 +122,8 @@ class CheckedGenerate(CheckedMethod):
         """A generation option of a call: an argument, or else a field of the generation config, or `None`."""
         if arguments.get(name) is not None:
             return arguments[name]
-        own = getattr(arguments.get("generation_config"), name, None)
-        return getattr(self.model.generation_config, name, None) if own is None else own
+        given = getattr(arguments.get("generation_config"), name, None)
+        return getattr(self.model.generation_config, name, None) if given is None else given
 
     def _refuse_growing_caches(self, arguments: dict[str, Any], drafts: bool) -> None:
         """Refuses assisted decoding and chunked prefill with a scheme that does not support growing caches.
@@ -174,8 +174,11 @@ class CheckedGenerate(CheckedMethod):
 
     def _counts(self, kwargs: dict[str, Any]) -> bool:
         """Whether transformers counts the positions over the mask in every step."""
-        own = {name: getattr(self.model, name, None) for name in _COUNTING}
-        stock = all(getattr(one, "__func__", None) is getattr(GenerationMixin, name, None) for name, one in own.items())
+        methods = {name: getattr(self.model, name, None) for name in _COUNTING}
+        stock = all(
+            getattr(method, "__func__", None) is getattr(GenerationMixin, name, None)
+            for name, method in methods.items()
+        )
         # The rows of RoBERTa's table do not begin at 0.
         shifted = any(site.table.origin for site in self.encoding.record.placed(TableSite))
         mask = kwargs.get("attention_mask")
@@ -267,10 +270,10 @@ class CheckedContinuousBatching(CheckedMethod):
         if note_of(cache, _CHECKED_FOR) is self:
             return
         self._refuse_pages()
-        needed, found = self.width, width_of_pages(cache, min((layer.head_dim for layer in self.layers), default=0))
+        needed, width = self.width, width_of_pages(cache, min((layer.head_dim for layer in self.layers), default=0))
         reads_pages = any(layer.reads_pages for layer in self.layers)
-        if found is not None and found < needed:
-            problem = f"the keys of this scheme have width {needed}, but its pages have width {found}"
+        if width is not None and width < needed:
+            problem = f"the keys of this scheme have width {needed}, but its pages have width {width}"
         elif reads_pages and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             problem = PAGES_IN_GRAPHS.problem(self.encoding.needs())
         else:

@@ -109,8 +109,8 @@ def _by_layers(entries: list[str]) -> list[str]:
     for path in (".*?", ".*"):  # the first number of a path, then the last one, such as that of a block in a stage
         spans: dict[tuple[str, str], list[list[int]]] = {}
         for entry in entries:
-            found = re.fullmatch(rf"({path}\.)(\d+)((?:\.|:).*|)", entry, re.DOTALL)
-            before, number, after = found.groups() if found else (entry, "", "")
+            match = re.fullmatch(rf"({path}\.)(\d+)((?:\.|:).*|)", entry, re.DOTALL)
+            before, number, after = match.groups() if match else (entry, "", "")
             known = spans.setdefault((before, after), [])
             if number and known and known[-1][1] + 1 == int(number):
                 known[-1][1] += 1
@@ -160,7 +160,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         journal.set_forward(module, stack.layout.rotary_site(module, runtime, unused=unused))
     stack.layout.install(stack, encoding, journal, report)
     if encoding.additive is not None and not stack.layout.vector_sites(stack):
-        weighted = (one for one in (stack.first_layer or nn.Identity()).modules() if one._parameters)
+        weighted = (module for module in (stack.first_layer or nn.Identity()).modules() if module._parameters)
         # A convolution reads a map of channels.
         if stack.first_layer is None or isinstance(next(weighted, None), nn.Conv2d):
             raise UnsupportedError(
@@ -257,7 +257,7 @@ def include_schemes(base: nn.Module, schemes: Mapping[int, nn.Module], journal: 
         journal: records the changes.
     """
     for module in base.modules():
-        inside = [schemes[id(one)] for one in module.modules() if id(one) in schemes]
+        inside = [schemes[id(inner)] for inner in module.modules() if id(inner) in schemes]
         if inside and module is not base:
             journal.set(module, "parameters", functools.partial(_with_schemes, module, inside))
 
@@ -352,7 +352,7 @@ def _shard(site: AttentionSite, path: str, plan: dict[str, str], mesh: Any) -> H
 def _split(encoding: LayerEncoding, shard: HeadShard, known: dict[int, Part]) -> LayerEncoding:
     """The layer restricted to the heads of this process. Parts that layers share remain shared."""
 
-    def own(part: Any) -> Any:
+    def split(part: Any) -> Any:
         if part is None:
             return None
         if id(part) not in known:
@@ -361,7 +361,7 @@ def _split(encoding: LayerEncoding, shard: HeadShard, known: dict[int, Part]) ->
 
     return dataclasses.replace(
         encoding,
-        **{kind: own(getattr(encoding, kind)) for kind in KINDS_IN_LAYERS},
+        **{kind: split(getattr(encoding, kind)) for kind in KINDS_IN_LAYERS},
         num_heads=encoding.num_heads // shard.size,
         shard=shard,
         num_key_value_heads=1 if shard.shared_keys else encoding.num_key_value_heads // shard.size,
@@ -388,7 +388,9 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
     FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
     each process would initialise its own and train them on its part of the batch only.
     """
-    if "torch.distributed.fsdp" not in sys.modules or all(hasattr(one, "device_mesh") for one in encoding.parameters()):
+    if "torch.distributed.fsdp" not in sys.modules or all(
+        hasattr(parameter, "device_mesh") for parameter in encoding.parameters()
+    ):
         return
     from torch.distributed.fsdp import FSDPModule
 

@@ -186,10 +186,10 @@ def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: in
 def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
     """Applies the lengths in a config file, which may have been edited by hand."""
     for part, lengths in [*encoding.record.lengths_by_part.items()]:
-        own = {path: length for path, length in stated.items() if path in lengths.names}
-        changed = [length for path, length in own.items() if length != native_lengths(model.config).get(path)]
-        if own:
-            length = (changed or list(own.values()))[0] - lengths.rows_before
+        known = {path: length for path, length in stated.items() if path in lengths.names}
+        changed = [length for path, length in known.items() if length != native_lengths(model.config).get(path)]
+        if known:
+            length = (changed or list(known.values()))[0] - lengths.rows_before
             if length != lengths.current:
                 set_length(encoding, model, length, part)
 
@@ -250,8 +250,8 @@ def _write_attributes(
         name = path.rpartition(".")[-1]
         written = {id(change.target) for change in journal.changes if change.attribute == name}
         for module in model.modules() if name in _COPIED else ():
-            own = module.__dict__.get(name)
-            if type(own) is int and own != length and (own == native[path] or id(module) in written):
+            value = module.__dict__.get(name)
+            if type(value) is int and value != length and (value == native[path] or id(module) in written):
                 journal.set(module, name, length)
 
 
@@ -265,7 +265,7 @@ def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
 
 def _is_native_length(config: SchemeConfig, made_for: int, stacks: list[Stack], native: int) -> bool:
     """Whether a length comes from a RoPE scaling in the stock config, which may exceed the stated length."""
-    placed = {type(scaling) for one in walk(config) if (scaling := getattr(one, "scaling", None)) is not None}
+    placed = {type(scaling) for part in walk(config) if (scaling := getattr(part, "scaling", None)) is not None}
     stated = [getattr(stack.config, "rope_parameters", None) or {} for stack in stacks]
     nested = [value for parameters in stated for value in parameters.values() if isinstance(value, dict)]
     for flat in nested or stated:

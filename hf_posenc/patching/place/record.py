@@ -65,9 +65,9 @@ class _Change:
     @property
     def is_in_place(self) -> bool:
         """Whether the attribute still has the patch's value."""
-        found = self.target.__dict__.get(self.attribute)
-        return found is self.ours or (
-            type(found) is type(self.ours) and isinstance(found, _PLAIN) and found == self.ours
+        present = self.target.__dict__.get(self.attribute)
+        return present is self.ours or (
+            type(present) is type(self.ours) and isinstance(present, _PLAIN) and present == self.ours
         )
 
 
@@ -82,15 +82,15 @@ class Journal:
 
     def set(self, target: Any, attribute: str, value: Any) -> None:
         """Sets `target.attribute` on the instance and records the previous value."""
-        own = target.__dict__
-        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), ours=value))
-        own[attribute] = value
+        attributes = target.__dict__
+        self.changes.append(_Change(target, attribute, attribute in attributes, attributes.get(attribute), ours=value))
+        attributes[attribute] = value
 
     def put_aside(self, target: Any, attribute: str) -> None:
         """Removes an attribute from the instance until the patch is undone. Undoing overwrites a later value."""
-        own = target.__dict__
-        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), "aside"))
-        own.pop(attribute, None)
+        attributes = target.__dict__
+        self.changes.append(_Change(target, attribute, attribute in attributes, attributes.get(attribute), "aside"))
+        attributes.pop(attribute, None)
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
         """Sets an attribute that the module, or its class, has."""
@@ -153,14 +153,14 @@ class Journal:
 
     def freeze_all(self, module: Any) -> None:
         """Freezes all native weights in a module that has no effect under the new scheme."""
-        for one in module.modules():
-            if type(one).__module__.startswith("peft."):
+        for inner in module.modules():
+            if type(inner).__module__.startswith("peft."):
                 raise UnsupportedError(
                     f"A scheme would replace the {type(module).__name__} of PEFT, which holds a part of an adapter. "
                     "That part would be lost, and training it would change nothing. Remove the adapter first "
                     "(model.unload()), and leave positions out of its config."
                 )
-            self.freeze(one, *one._parameters)
+            self.freeze(inner, *inner._parameters)
 
     def undo(self) -> None:
         """Restores everything in reverse order, except attributes that were set again since.
@@ -191,17 +191,17 @@ def _restore(change: _Change) -> None:
 
 def _restore_forward(change: _Change) -> None:
     """Removes a forward from its current place: other libraries may have added or removed wrappers since."""
-    own, ours, before = change.target.__dict__, change.ours, change.value
+    attributes, ours, before = change.target.__dict__, change.ours, change.value
     if isinstance(ours, PlacedForward):
         ours.retired = True
     stock = types.MethodType(type(change.target).forward, change.target)
-    if own.get("_old_forward") is ours:
-        own["_old_forward"] = stock if before is None else before
-    elif own.get("forward") is ours:
+    if attributes.get("_old_forward") is ours:
+        attributes["_old_forward"] = stock if before is None else before
+    elif attributes.get("forward") is ours:
         if before is None:
-            del own["forward"]
+            del attributes["forward"]
         else:
-            own["forward"] = before
+            attributes["forward"] = before
 
 
 class SchemeRecord:
@@ -211,7 +211,7 @@ class SchemeRecord:
         scheme: the scheme in force.
         journal: every attribute that was set, with the forwards and the modules they were set on.
         stacks: the layers of every stack, by its name.
-        own: the config of the model while the scheme is in place; set when it is placed.
+        active_config: the config of the model while the scheme is in place; set when it is placed.
         lengths_by_part: the sequence lengths of the model, under `None`, and those of other parts whose length the
             config states (the encoder of Whisper), by name of the part; set while the scheme is in place.
         base_weights: a few values of the base model's weights, recorded when a scheme was first placed in it,
@@ -222,7 +222,7 @@ class SchemeRecord:
         self.scheme = scheme
         self.journal = Journal()
         self.stacks: dict[str, StackRecord] = {}
-        self.own: OwnConfig | None = None
+        self.active_config: OwnConfig | None = None
         self.lengths_by_part: dict[str | None, Lengths] = {}
         self.base_weights: dict[str, Sample] = {}
 
@@ -237,7 +237,7 @@ class SchemeRecord:
     def is_copied_with(self, holder: nn.Module, memo: Container[int]) -> bool:
         """Whether a copy that has `memo` is one of the module that holds the scheme, or of a stack around it."""
         around = [holder, *(stack.stack for stack in self.stacks.values())]
-        return any(id(one) in memo and holder in one.modules() for one in around)
+        return any(id(module) in memo and holder in module.modules() for module in around)
 
     def placed(self, kind: type[Site]) -> list[Site]:
         """The forwards of a kind that are in effect."""
@@ -245,8 +245,8 @@ class SchemeRecord:
 
     def stacks_by_path(self) -> dict[str, StackRecord]:
         """The stacks by the name that their config has in the model's config; "" for the config itself."""
-        assert self.own is not None
-        names = dict(config_paths(self.own.config))
+        assert self.active_config is not None
+        names = dict(config_paths(self.active_config.config))
         return {names.get(id(stack.stack.config), ""): stack for stack in self.stacks.values()}
 
     def agrees(self, model: PreTrainedModel) -> str:
@@ -254,7 +254,7 @@ class SchemeRecord:
         entry = read_entry(model.config)
         if entry is None or not same_scheme(entry, self.scheme):
             placed = f"its position encoding is {described(self.scheme.to_dict())}, but"
-            if self.own is not None and model.config is self.own.config:
+            if self.active_config is not None and model.config is self.active_config.config:
                 return (
                     f"{placed} the field {ATTRIBUTE!r} of its config was changed after patch_model, and holds "
                     f"{shown(getattr(model.config, ATTRIBUTE, None))}. The field records the scheme and does not set "
@@ -300,33 +300,33 @@ class OwnConfig:
 
     def belongs_to(self, model: PreTrainedModel) -> bool:
         """Whether a model has this config, or the original of it."""
-        return any(model.config is one for one in self._pairs[0])
+        return any(model.config is config for config in self._pairs[0])
 
     def place(self) -> None:
         """Gives the copies to the model. Calling it again changes nothing."""
         self.fields = None
-        for module, name, original, own in self._places:
+        for module, name, original, copied in self._places:
             if module.__dict__.get(name) is original:
-                module.__dict__[name] = own
+                module.__dict__[name] = copied
 
     def remove(self) -> None:
         """Gives the model its original configs, except one that was changed: then the model keeps the copy.
 
         A change to the copy (such as a resized vocabulary) belongs to the model, and a change to the original does not.
         """
-        same = {isinstance(own, GenerationConfig): _are_same(original, own) for original, own in self._pairs}
-        for module, name, original, own in self._places:
-            if module.__dict__.get(name) is own and same[isinstance(own, GenerationConfig)]:
+        same = {isinstance(copied, GenerationConfig): _are_same(original, copied) for original, copied in self._pairs}
+        for module, name, original, copied in self._places:
+            if module.__dict__.get(name) is copied and same[isinstance(copied, GenerationConfig)]:
                 module.__dict__[name] = original
 
 
-def _are_same(original: Any, own: Any) -> bool:
+def _are_same(original: Any, copied: Any) -> bool:
     """Whether two values are equal, with the private fields of configs, which their `==` leaves out."""
-    if type(original) is not type(own):
+    if type(original) is not type(copied):
         return False  # A name that carries a scheme equals the plain name.
-    if not isinstance(own, PreTrainedConfig | GenerationConfig):
-        return bool(original == own)
-    fields, others = original.__dict__, own.__dict__
+    if not isinstance(copied, PreTrainedConfig | GenerationConfig):
+        return bool(original == copied)
+    fields, others = original.__dict__, copied.__dict__
     return fields.keys() == others.keys() and all(_are_same(fields[name], others[name]) for name in fields)
 
 
@@ -347,10 +347,10 @@ def marked_scheme(mark: Any) -> dict[str, Any]:
     return entry["scheme"] if is_entry(entry) else {"scheme": "?"}
 
 
-def same_scheme(found: Mapping[str, Any], config: SchemeConfig) -> bool:
+def same_scheme(entry: Mapping[str, Any], config: SchemeConfig) -> bool:
     """Whether a scheme dictionary describes a config; options that it lacks have their defaults."""
     try:
-        return found == config.to_dict() or scheme_from_dict(dict(found)) == config
+        return entry == config.to_dict() or scheme_from_dict(dict(entry)) == config
     except (ValueError, TypeError, KeyError):
         return False
 
@@ -371,25 +371,25 @@ def _chosen(scheme: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in scheme.items() if name != "scheme" and defaults.get(name, absent) != value}
 
 
-def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None, reader: str = "") -> str | None:
+def disagreement(trained: Mapping[str, Any] | None, config: SchemeConfig | None, reader: str = "") -> str | None:
     """Describes how the schemes of weights and of a model differ, and what to do; `None` if they are the same.
 
     Args:
-        found: the scheme named in the weights; `None` for weights without a mark.
+        trained: the scheme named in the weights; `None` for weights without a mark.
         config: the scheme in force; `None` for a stock model.
         reader: the program that has read the scheme from a config. The user then has no model yet that could be
             patched, so the caller says what to do.
     """
-    if found is config or (found is not None and config is not None and same_scheme(found, config)):
+    if trained is config or (trained is not None and config is not None and same_scheme(trained, config)):
         return None
     here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
     here = f"the config that {reader} has read names {here}" if reader else f"this model has {here}"
-    if found is None:
+    if trained is None:
         fact = f"these weights do not name a position encoding, like those of a stock model, but {here}"
         remedy = "To use the scheme with stock weights, load them before patch_model"
     else:
-        fact = f"these weights were trained with the position encoding {described(found)}, but {here}"
-        scheme = {"scheme": found["scheme"]} | _chosen(found)
+        fact = f"these weights were trained with the position encoding {described(trained)}, but {here}"
+        scheme = {"scheme": trained["scheme"]} | _chosen(trained)
         remedy = f"Call patch_model(model, {scheme!r}) before loading them. To use another, patch it again afterwards"
     return fact if reader else f"{fact}. {remedy}"
 

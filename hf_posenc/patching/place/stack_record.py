@@ -74,7 +74,7 @@ class StackRecord:
         #: Those among them that an adapter has frozen.
         self.frozen: list[nn.Parameter] = []
         self._reset()
-        self._class_forwards: dict[int, Any] = {id(one): type(one).forward for one in self.stack.modules()}
+        self._class_forwards: dict[int, Any] = {id(module): type(module).forward for module in self.stack.modules()}
 
     def _reset(self) -> None:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
@@ -108,13 +108,15 @@ class StackRecord:
 
     def new_and_trained(self) -> list[nn.Parameter]:
         """The trainable parameters that have the numbers with which `patch_model` has initialised them."""
-        known = (one for one in self.encoding.parameters() if (id(one), one._version) in self.new)
-        return [one for one in known if one.requires_grad]
+        known = (
+            parameter for parameter in self.encoding.parameters() if (id(parameter), parameter._version) in self.new
+        )
+        return [parameter for parameter in known if parameter.requires_grad]
 
     def warn_of_frozen(self) -> None:
         """Warns, in the first training call, about new parameters that an adapter has frozen."""
-        frozen = {id(one) for one in self.frozen if not one.requires_grad}
-        names = [name for name, one in self.encoding.named_parameters() if id(one) in frozen]
+        frozen = {id(parameter) for parameter in self.frozen if not parameter.requires_grad}
+        names = [name for name, parameter in self.encoding.named_parameters() if id(parameter) in frozen]
         self.frozen = []
         if names:
             warn_user(
@@ -148,10 +150,10 @@ class StackRecord:
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
-        found = modules_by_stack(self.stack)[0]
-        attentions = [*found.self_attentions, *(found.cross_attentions if self.encoding.cross else ())]
-        sites = [(table.path, table.module) for table in (*found.tables, *found.layout.tables) if table.path]
-        patched = [each for each in attentions if not found.architecture.is_sparse(each[1], self.stack.config)]
+        present = modules_by_stack(self.stack)[0]
+        attentions = [*present.self_attentions, *(present.cross_attentions if self.encoding.cross else ())]
+        sites = [(table.path, table.module) for table in (*present.tables, *present.layout.tables) if table.path]
+        patched = [each for each in attentions if not present.architecture.is_sparse(each[1], self.stack.config)]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
@@ -171,13 +173,13 @@ class StackRecord:
             )
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
-        for part in (one for one in self.encoding.modules() if isinstance(one, Part)):
+        for part in (module for module in self.encoding.modules() if isinstance(module, Part)):
             touched = part._forward_pre_hooks or part._forward_hooks or not STATED_METHODS.isdisjoint(vars(part))
             if touched and (ignored := overlooked(part)):
                 return ignored
             if part._stated_about["forward"] is not type(part).forward:
                 part.check_statements()
-        moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
+        moved = next((each for each in patched if not self._is_ours(forward_on_instance(each[1]))), None)
         if moved is not None:
             path, module = moved
             return (
@@ -203,7 +205,7 @@ class StackRecord:
                     "code that it had before. Restore it. Or call patch_model again, which examines the new code, and "
                     "refuses it if a scheme would bypass it."
                 )
-        if self.first_layer is not None and not self._begins_with(self.first_layer, found):
+        if self.first_layer is not None and not self._begins_with(self.first_layer, present):
             return (
                 f"The scheme adds positions at the input of a {type(self.first_layer).__name__} that is no longer the "
                 f"first layer of this {type(self.stack).__name__}, or is used several times. Call patch_model again "
@@ -225,7 +227,7 @@ class StackRecord:
                 "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
-        self._found = [module for _, module in found.self_attentions]
+        self._found = [module for _, module in present.self_attentions]
         self.places = [path for path, _ in attentions]
         self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
@@ -239,8 +241,8 @@ class StackRecord:
                     break
                 module = module._modules[name]
                 path.append(name)
-            found = id(module) in known or not known.isdisjoint(map(id, module.modules()))
-            if not found and module.state_dict():
+            is_known = id(module) in known or not known.isdisjoint(map(id, module.modules()))
+            if not is_known and module.state_dict():
                 return (
                     f"{'.'.join(path)} ({type(module).__name__}) of this {type(self.stack).__name__} took the place of "
                     "an attention in which patch_model had placed the scheme, and would run without it. Call "
@@ -285,15 +287,17 @@ class StackRecord:
     def holds(self, stack: Stack) -> bool:
         """Whether a stack, as it is found now, has the same layers in the same order."""
         across = stack.cross_attentions if self.across else ()
-        found = [module for _, module in (*stack.self_attentions, *across)]
-        return found == [*self.attentions, *self.across]
+        modules = [module for _, module in (*stack.self_attentions, *across)]
+        return modules == [*self.attentions, *self.across]
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
         """Copies the parameters of the layers that are still in a stack into new parts of the same scheme."""
         # From the forwards, because a copy of a layer shares the parts of the original.
         forwards = {id(module): forward_on_instance(module) for module in self.stack.modules()}
-        before = {key: one.encoding for key, one in forwards.items() if isinstance(one, AttentionSite | CrossAttention)}
+        before = {
+            key: site.encoding for key, site in forwards.items() if isinstance(site, AttentionSite | CrossAttention)
+        }
         pairs: list[tuple[Any, Any]] = [(self.encoding.additive, encoding.additive)]
         across = [(stack.module.get_submodule(path), layer) for path, layer in encoding.cross.items()]
         within = zip((attention.module for attention in stack.attentions), encoding.layers, strict=True)
@@ -302,9 +306,9 @@ class StackRecord:
             pairs += [] if known is None else [(getattr(known, kind), getattr(layer, kind)) for kind in KINDS_IN_LAYERS]
         for source, target in pairs:
             for name, parameter in [] if source is None else source.named_parameters():
-                own = target.get_parameter(name)
-                own.copy_(parameter)
-                own.requires_grad_(parameter.requires_grad)
+                copied = target.get_parameter(name)
+                copied.copy_(parameter)
+                copied.requires_grad_(parameter.requires_grad)
             for name, buffer in [] if source is None else source.named_buffers():
                 target.get_buffer(name).copy_(buffer)
         encoding.adopted, encoding.unfilled = self.encoding.adopted, self.encoding.unfilled
@@ -329,20 +333,22 @@ class StackRecord:
                 if change.kind == "frozen" and id(change.target) in inside:
                     change.value = False
 
-    def _begins_with(self, layer: nn.Module, found: Stack) -> bool:
+    def _begins_with(self, layer: nn.Module, present: Stack) -> bool:
         """Whether a layer of the stack, as it is found now, holds its first attention, and is used once."""
         if all(module is not layer for module in self.stack.modules()):
             return False
-        own = {id(module) for module in layer.modules()}
-        attentions = [id(module) for _, module in found.self_attentions]
-        inside = [one in own for one in attentions]
-        return sorted(inside, reverse=True) == inside and sum(inside) <= len(own & {*attentions})
+        in_layer = {id(module) for module in layer.modules()}
+        attentions = [id(module) for _, module in present.self_attentions]
+        inside = [attention in in_layer for attention in attentions]
+        return sorted(inside, reverse=True) == inside and sum(inside) <= len(in_layer & {*attentions})
 
     def _attentions_to_run(self) -> tuple[int, ...]:
         """The ids of the attention modules in the layers that the config counts; for an early exit, fewer than all."""
-        found, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
+        attentions, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
-        return tuple(id(module) for module in (found[:depth] if fewer else found) if is_attention_site(module))
+        return tuple(
+            id(module) for module in (attentions[:depth] if fewer else attentions) if is_attention_site(module)
+        )
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.
@@ -355,30 +361,32 @@ class StackRecord:
         for attributes, hooks, others, number in self._parts:
             if len(attributes) + len(hooks) + len(others) != number:
                 return False
-        own = self.stack.config.__dict__
+        settings = self.stack.config.__dict__
         for name, value in self._settings.items():
-            if own.get(name) != value:
+            if settings.get(name) != value:
                 return False
-        return len(own) == self._number_of_fields and ALL_ATTENTION_FUNCTIONS.get(own.get(_BACKEND)) is self._called
+        same = ALL_ATTENTION_FUNCTIONS.get(settings.get(_BACKEND)) is self._called
+        return same and len(settings) == self._number_of_fields
 
     def _remember(self, sites: list[str], placed: list[Any]) -> None:
         # The stack, and the modules on the way from it to the sites.
         way = (parent for path in sites for parent, _, _ in _along(path, self.stack))
         above = list({id(module): module for module in (self.stack, *way)}.values())
-        parts = [one for one in self.encoding.modules() if isinstance(one, Part)]
+        parts = [module for module in self.encoding.modules() if isinstance(module, Part)]
         seen = {id(module): module for module in (*(change.target for change in placed), *above, *parts)}.values()
         self._forwards = [
-            (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
+            (module, module.__dict__, module.__dict__.get("forward"), type(module), type(module).forward)
+            for module in seen
         ]
         self._children = [(module._modules, [*module._modules.values()]) for module in above]
         self._parts = []
-        for one in parts:
-            hooks = one._forward_pre_hooks, one._forward_hooks
-            self._parts.append((one.__dict__, *hooks, len(one.__dict__) + sum(map(len, hooks))))
-        own = self.stack.config.__dict__
-        self._settings = {name: copy.deepcopy(own[name]) for name in (*self.fields, _BACKEND) if name in own}
-        self._number_of_fields = len(own)
-        self._called = ALL_ATTENTION_FUNCTIONS.get(own.get(_BACKEND))
+        for part in parts:
+            hooks = part._forward_pre_hooks, part._forward_hooks
+            self._parts.append((part.__dict__, *hooks, len(part.__dict__) + sum(map(len, hooks))))
+        settings = self.stack.config.__dict__
+        self._settings = {name: copy.deepcopy(settings[name]) for name in (*self.fields, _BACKEND) if name in settings}
+        self._number_of_fields = len(settings)
+        self._called = ALL_ATTENTION_FUNCTIONS.get(settings.get(_BACKEND))
         self._missed = 0
 
 
@@ -408,9 +416,9 @@ class StacksInside:
             other, inside = parent._modules.get(name), {id(module) for module in child.modules()}
             if other is not None and other is not child:
                 # The former child may be kept under another name.
-                lost = lost or exchanged(other, [one for one in stacks if id(one.stack) in inside])
+                lost = lost or exchanged(other, [record for record in stacks if id(record.stack) in inside])
         if not lost:
-            self.way = [*_way_to([one.stack for one in stacks], self.model)]
+            self.way = [*_way_to([record.stack for record in stacks], self.model)]
         return f"This {type(self.model).__name__} is not as it was patched: {lost}" if lost else ""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -429,7 +437,7 @@ class StacksInside:
 def exchanged(model: nn.Module, stacks: Iterable[StackRecord]) -> str:
     """Describes the first patched stack that is no longer inside a model, and what to do; empty if all are."""
     inside = {id(module) for module in model.modules()}
-    lost = next((one.stack for one in stacks if id(one.stack) not in inside), None)
+    lost = next((record.stack for record in stacks if id(record.stack) not in inside), None)
     if lost is None:
         return ""
     return (
@@ -481,10 +489,10 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
     # As many queries as keys, because a function that is always causal may count from the first of both.
     query = keys[:, :1, :1].expand(-1, layer.num_heads, 3, -1)
     orders = (keys[:, :, [0, 1, 2]], keys[:, :, [1, 0, 2]])
-    one, other = (
+    first, other = (
         function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
     )
-    return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
+    return not torch.allclose(first[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
 def is_attention_site(module: nn.Module) -> bool:

@@ -116,9 +116,9 @@ class Transaction:
         """
         anatomy = self.anatomy
         stacks = anatomy.stacks(config.part_names) if stacks is None else stacks
-        found = {stack.name: stack for stack in stacks}
+        by_name = {stack.name: stack for stack in stacks}
         before = {name: self.encoding.record.stacks[name] for name in kept} if kept and self.encoding else {}
-        moved = {name: placed for name, placed in before.items() if name in found and not placed.holds(found[name])}
+        moved = {name: placed for name, placed in before.items() if name in by_name and not placed.holds(by_name[name])}
         kept = {name: stack for name, stack in (kept or {}).items() if name not in moved}
         encoding = build_encoding(config, stacks, kept=kept)
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
@@ -132,7 +132,7 @@ class Transaction:
             for module, name, buffer in computed:
                 module._buffers[name] = buffer
         for name, placed in moved.items():
-            placed.copy_parameters(encoding.stacks[name], found[name])
+            placed.copy_parameters(encoding.stacks[name], by_name[name])
         return encoding
 
     def plan_alone(self, config: SchemeConfig, stacks: list[Stack]) -> PositionEncoding:
@@ -285,10 +285,10 @@ class Transaction:
     def _replace_encoding(self, encoding: PositionEncoding | None) -> None:
         """Removes every encoding from the model and places this one. A second call finishes an interrupted one."""
         drop_kept_pages(self.model)
-        for found in encodings(self.model):
+        for previous in encodings(self.model):
             if encoding is not None:
-                encoding.record.own = encoding.record.own or found.record.own
-            _remove_encoding(found)
+                encoding.record.active_config = encoding.record.active_config or previous.record.active_config
+            _remove_encoding(previous)
         if encoding is not None:
             self._place_encoding(encoding)
 
@@ -300,10 +300,10 @@ class Transaction:
         model, record, journal, anatomy = self.model, encoding.record, encoding.record.journal, self.anatomy
         stacks, base = anatomy.stacks(encoding.config.part_names), model.base_model
         _mark_as_patched(base, encoding)
-        if record.own is None or not record.own.belongs_to(model):
-            record.own = OwnConfig(model)
-        record.own.place()
-        attach_entry(record.own.config, encoding.config.to_dict())
+        if record.active_config is None or not record.active_config.belongs_to(model):
+            record.active_config = OwnConfig(model)
+        record.active_config.place()
+        attach_entry(record.active_config.config, encoding.config.to_dict())
         if base is not model:
             journal.set(model, ATTRIBUTE, encoding)
         reports = self._place_forwards(encoding, stacks)
@@ -319,12 +319,12 @@ class Transaction:
         }
         if with_parameters:
             include_schemes(base, with_parameters, journal)
-        for one in record.stacks.values():
-            one.note_trainable()
+        for stack_record in record.stacks.values():
+            stack_record.note_trainable()
         initialize_lengths(encoding, model, stacks, anatomy.main)
-        fields = {path: one.fields for path, one in record.stacks_by_path().items()}
-        remember(record.own.config, NATIVE_FIELDS, fields)
-        record.own.fields = copy.deepcopy(read_fields(record.own.config))
+        fields = {path: stack_record.fields for path, stack_record in record.stacks_by_path().items()}
+        remember(record.active_config.config, NATIVE_FIELDS, fields)
+        record.active_config.fields = copy.deepcopy(read_fields(record.active_config.config))
         record.base_weights = record.base_weights or samples(model, read_offloaded=False)
         mark_names(model, encoding)
         generation_config = getattr(model, "generation_config", None)
@@ -373,10 +373,10 @@ def _remove_encoding(encoding: PositionEncoding) -> None:
     for placed in encoding.record.stacks.values():
         placed.prepare_removal()
     encoding.record.journal.undo()
-    holder, own = encoding.__dict__.get("holder"), encoding.record.own
-    if own is not None:
-        detach_entry(own.config, own.fields)
-        own.remove()
+    holder, active = encoding.__dict__.get("holder"), encoding.record.active_config
+    if active is not None:
+        detach_entry(active.config, active.fields)
+        active.remove()
     if holder is not None:
         unwrap_checkpointing(holder)
         holder._modules.pop(ATTRIBUTE, None)

@@ -98,8 +98,8 @@ def distances_of_run(pairs: AttentionPairs) -> Tensor | None:
         distance = pairs.distance
         if not distance.is_cpu:
             return None  # It would have to be read from the device.
-        found = torch.arange(1 - length, length, device=distance.device)
-        return found if bool((distance == at_distances(found.repeat(length, 1))).all()) else None
+        rising = torch.arange(1 - length, length, device=distance.device)
+        return rising if bool((distance == at_distances(rising.repeat(length, 1))).all()) else None
 
     return pairs.remembered("distances of a run", find)
 

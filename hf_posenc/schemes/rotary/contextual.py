@@ -145,11 +145,11 @@ def unfilled(keys: Positions, slots: Tensor) -> Tensor:
 
 def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
     """The rotation by the layer's input, if it is the only one, and no other summand needs keys without it."""
-    rotations = [one for one in summands if isinstance(one, ContextualRotation) and one.rotates_heads]
-    others = [one for one in summands if not one.rotates_heads]
+    rotations = [summand for summand in summands if isinstance(summand, ContextualRotation) and summand.rotates_heads]
+    others = [summand for summand in summands if not summand.rotates_heads]
     if len(rotations) != 1 or not rotations[0].angles_stay:
         return None
-    if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
+    if any(isinstance(summand, PairwiseBias) and (summand.reads_heads or summand.num_features) for summand in others):
         return None
     return rotations[0]
 

@@ -61,8 +61,8 @@ class GrapeMRotation(ContextualPlaces):
         if slots.shape[0] != 1:
             return super().factors_in_slots(features, keys, slots, dtype)
         increments = features.masked_fill(unfilled(keys, slots).unsqueeze(-1), 0.0)
-        own = increments.index_select(-2, slots)
-        return self.factors_at(increments.sum(dim=-2, keepdim=True) - own, keys, dtype)
+        newest = increments.index_select(-2, slots)
+        return self.factors_at(increments.sum(dim=-2, keepdim=True) - newest, keys, dtype)
 
 
 @register_scheme

@@ -59,7 +59,7 @@ class PopeMap(QueryKeyMap):
         angles = positions.ids[:, None, :, None].float() * frequencies
         of_keys = _waves(angles + positions.kept(layers, "delta", phases_of_keys))
         of_queries = _waves(angles)
-        return [(of_queries, own) for own in of_keys.unbind(0)]
+        return [(of_queries, of_layer) for of_layer in of_keys.unbind(0)]
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> `(batch, heads, query_len, 2 * head_dim)` of the same dtype."""

@@ -143,11 +143,13 @@ def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
     def silence(stack: Stack, patches: Journal) -> None:
         attentions = (attention.module for attention in stack.attentions)
         for module in attentions if of is None else [stack.module.get_submodule(of)]:
-            for name, one in instead.items():
+            for name, substitute in instead.items():
                 if name == "forward":  # Other tools may wrap it.
-                    patches.set_forward(module, OtherForward(module, one))
+                    patches.set_forward(module, OtherForward(module, substitute))
                 else:
-                    patches.replace(module, name, functools.partial(one, module) if callable(one) else one)
+                    patches.replace(
+                        module, name, functools.partial(substitute, module) if callable(substitute) else substitute
+                    )
             patches.freeze(module, *unused)
 
     return silence
