@@ -5,7 +5,6 @@ Layers share such values in a call, and a cache keeps them. In a program that is
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hf_posenc.errors import SequenceLengthError
 
@@ -78,13 +78,17 @@ def stacked(layers: Sequence[Any]) -> Any:
 
     Gradients flow back to the parts. Each of them has an entry in the copy even if it is the only one.
     """
-    made = copy.copy(layers[0])
-    state: dict[str, Any] = dict(made.__dict__)
-    made.__dict__ = state
-    state["_parameters"] = {
-        name: torch.stack([layer._parameters[name] for layer in layers]) for name in made._parameters
+    first, kind = layers[0], type(layers[0])
+    names, modules = list(first._parameters), dict(first._modules)
+    if parametrize.is_parametrized(first):
+        # The copy has the values instead, and the class that a parametrization was registered on.
+        kind = kind.__mro__[1]
+        names += modules.pop("parametrizations")
+    made: Any = object.__new__(kind)
+    made.__dict__ = first.__dict__ | {
+        "_parameters": {name: torch.stack([getattr(layer, name) for layer in layers]) for name in names},
+        "_modules": {name: stacked([layer._modules[name] for layer in layers]) for name in modules},
     }
-    state["_modules"] = {name: stacked([layer._modules[name] for layer in layers]) for name in made._modules}
     return made
 
 

@@ -226,6 +226,25 @@ def test_layers_whose_parts_have_other_modules_are_not_computed_together(layer: 
             torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("scheme", ["grape", "transformer_xl", "disentangled", "grape_m", "selective_rope", "pope"])
+def test_weights_with_parametrizations_count_where_layers_share_what_follows_from_weights(
+    scheme: str, every: bool
+) -> None:
+    model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(2, 9)
+    expected = copy.deepcopy(model)
+    layers = (model.position_encoding.modules(), expected.position_encoding.modules())
+    weighted = [(one, other) for one, other in zip(*layers, strict=True) if one._parameters]
+    for part, other in weighted if every else weighted[-1:]:
+        for name in list(part._parameters):
+            with torch.no_grad():
+                other.get_parameter(name).add_(0.3)
+            parametrize.register_parametrization(part, name, Raised())
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES[:-2])
 def test_most_layers_check_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attended: list[int] = []
