@@ -6,6 +6,7 @@ them after a change that shortens a path.
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -21,7 +22,7 @@ BOUNDS = {
     "patch and first forward": (37, 1262, 609),
     "forward": (14, 101, 58),
     "further layer": (14, 20, 13),
-    "decoding": (13, 121, 62),
+    "decoding": (13, 126, 63),
     "save": (13, 267, 59),
     "from_pretrained": (32, 1190, 533),
 }
@@ -100,15 +101,23 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 54_663
+    assert sum(lines) <= 55_408
     assert max(lines) <= 500
     assert len(lines) <= 300
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_027)]
+    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_023)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)
     assert sum(lines) <= most
     assert max(lines) <= 500
+
+
+def test_names_of_the_product_say_what_they_hold() -> None:
+    for room in (PACKAGE, *(PACKAGE.parent / name for name in ("training", "eval", "benchmarks"))):
+        for path in room.rglob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            names = {getattr(node, field, "") for node in nodes for field in ("id", "arg", "attr", "name")}
+            assert not names & {"found", "one", "own"}, path

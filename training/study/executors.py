@@ -25,6 +25,12 @@ from training.study.settings import StudySettings
 
 #: The options that submitit's `LocalExecutor` reads. It ignores all others.
 _SUBMITIT_LOCAL = {"timeout_min", "gpus_per_node", "stderr_to_stdout", "local_setup"}
+#: Defaults under the user's own settings. A daemonic worker could not start processes to read data. Restarting a killed
+#: worker takes longer than 15 seconds, after which dask gives up on it. Memory that is freed at once doubles a step.
+_DISTRIBUTED = {
+    "worker": {"daemon": False}, "deploy": {"lost-worker-timeout": "1 hour"},
+    "nanny": {"pre-spawn-environ": {"MALLOC_TRIM_THRESHOLD_": 2**33, "MALLOC_MMAP_THRESHOLD_": 2**25}},
+}  # fmt: skip
 
 #: A `concurrent.futures.Future`, or a job of submitit, which has `done`, `result` and `cancel` as well.
 Job = Any
@@ -134,14 +140,7 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
                     raise UnknownNameError("option", unknown[0], known, owner="dask's LocalCluster", listing=listing)
                 slots = study.worker_count(jobs, torch.cuda.device_count())
                 threads = max(1, usable_cores() // slots)
-                # A daemonic worker could not start processes to read data. Restarting a killed worker takes longer
-                # than the 15 seconds after which dask gives up on it. The user's own settings stay.
-                base = {"worker": {"daemon": False}, "deploy": {"lost-worker-timeout": "1 hour"}}
-                # Dask's own setting returns freed memory to the system at once, which doubles the time of a step.
-                base["nanny"] = {
-                    "pre-spawn-environ": {"MALLOC_TRIM_THRESHOLD_": 2**33, "MALLOC_MMAP_THRESHOLD_": 2**25}
-                }
-                dask.config.update_defaults({"distributed": base})
+                dask.config.update_defaults({"distributed": _DISTRIBUTED})
                 defaults = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": None}
                 cluster = distributed.LocalCluster(n_workers=slots, **(defaults | options))
                 client = stack.enter_context(distributed.Client(stack.enter_context(cluster)))
