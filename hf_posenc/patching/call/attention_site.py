@@ -339,10 +339,12 @@ class AttentionSite(PairwiseSite):
             )
         replica, prepared = self.prepared(call.state, query)
         if not call.keys_mapped:
-            # As many queries as keys are the same tokens. A graph must not depend on these numbers.
-            lengths, same_dtype = (query.shape[-2], key.shape[-2]), query.dtype == key.dtype
-            same = not traced() and same_dtype and lengths[0] == lengths[1]
-            key = replica.map_key(key, prepared if same else self.key_phases(call.state, *lengths))
+            state, lengths = call.state, (query.shape[-2], key.shape[-2])
+            # As many queries as keys are the same tokens. A graph must not depend on these numbers. Positions of the
+            # caller are checked, and those in a cache recorded, where the positions of keys are computed.
+            same = not traced() and query.dtype == key.dtype and lengths[0] == lengths[1]
+            same = same and state.position_ids is None and state.cache_object is None
+            key = replica.map_key(key, prepared if same else self.key_phases(state, *lengths))
         return replica.map_query(query, prepared), key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
