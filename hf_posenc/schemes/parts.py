@@ -62,7 +62,7 @@ class DeviceConstant:
 
     def on(self, device: torch.device) -> Tensor:
         """Returns the constant on `device`. It is copied once per device."""
-        if _MAY_PREPARE and device.type != "cpu" and torch.compiler.is_compiling() and not exporting():
+        if _MAY_PREPARE and torch.compiler.is_compiling() and device.type != "cpu" and not exporting():
             # A graph with an input on the CPU cannot be a CUDA graph.
             _make_copy(self, device)
         copy = self._copies.get(device)
