@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -160,9 +161,7 @@ def place_scheme(
     transaction.install(encoding)
     for name, stack in encoding.stacks.items():
         if stack.part in changed and not stack.adopted:
-            encoding.record.stacks[name].new = {
-                (id(stack_encoding), stack_encoding._version) for stack_encoding in stack.parameters()
-            }
+            encoding.record.stacks[name].new = [(weakref.ref(weight), weight._version) for weight in stack.parameters()]
     return {table for stack in placed for table in stack.unfilled}
 
 

@@ -67,8 +67,8 @@ class StackRecord:
         self.function: Any = None
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
-        #: The ids of the parameters that `patch_model` has initialised, and how often they had been written to then.
-        self.new: set[tuple[int, int]] = set()
+        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
+        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
         if before is not None and before.encoding is encoding:
             self.new = before.new
         #: Those among them that an adapter has frozen.
@@ -91,10 +91,11 @@ class StackRecord:
         self.number = number_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
+        without = ("number", "new")
+        return {name: value for name, value in self.__dict__.items() if name[0] != "_" and name not in without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, new=[])
         self._reset()
 
     def check(self) -> None:
@@ -108,10 +109,9 @@ class StackRecord:
 
     def new_and_trained(self) -> list[nn.Parameter]:
         """The trainable parameters that have the numbers with which `patch_model` has initialised them."""
-        known = (
-            parameter for parameter in self.encoding.parameters() if (id(parameter), parameter._version) in self.new
-        )
-        return [parameter for parameter in known if parameter.requires_grad]
+        written = {id(parameter()): version for parameter, version in self.new}
+        trained = [parameter for parameter in self.encoding.parameters() if parameter.requires_grad]
+        return [parameter for parameter in trained if parameter._version == written.get(id(parameter))]
 
     def warn_of_frozen(self) -> None:
         """Warns, in the first training call, about new parameters that an adapter has frozen."""
