@@ -174,7 +174,9 @@ class Positions:
         """
         if not torch.is_grad_enabled():
             return self.kept(part, name, lambda: of_each([part], compute)[0])
-        if AlikeParts not in self.memo or not gradients_may_be_shared():
+        # A process with some of the heads exchanges the parameters of a layer for tensors while the layer computes.
+        exchanged = any(type(weight) is Tensor for weight in part._parameters.values())
+        if exchanged or AlikeParts not in self.memo or not gradients_may_be_shared():
             return of_each([part], compute)[0]
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
