@@ -167,7 +167,7 @@ class Positions:
     def of_weights(
         self, part: ModuleType, name: Hashable, compute: Callable[[Sequence[ModuleType]], tuple[Tensor | None, ...]]
     ) -> tuple[Any, ...]:
-        """What `compute`, which reads nothing but parameters of some parts, gives for a part.
+        """What `compute`, which reads nothing but parameters of some parts and what `name` contains, gives for a part.
 
         Without gradients, it is `kept`. With gradients, it is computed once per forward call for all layers whose parts
         differ only in their parameters. What `compute` returns has an axis of the parts that it receives in front.

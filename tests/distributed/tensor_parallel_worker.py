@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,15 @@ def refusal(run: Any) -> str:
     except UnsupportedError as error:
         return str(error)
     return ""
+
+
+def fits(whole: Any, scheme: Any) -> bool:
+    """Whether a model of one process takes a scheme, which may be made for wider heads or for encoders."""
+    try:
+        patch_model(copy.deepcopy(whole), scheme)
+    except (ValueError, UnsupportedError):
+        return False
+    return True
 
 
 def placed_beside(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
@@ -258,7 +268,7 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
             continue
         split, whole = loaded(path), AutoModelForCausalLM.from_pretrained(path).eval()
         for name, config, case in VARIANTS:
-            if everything or (case == f"{name}-0" and name in CUT):
+            if (everything and fits(whole, config)) or (case == f"{name}-0" and name in CUT):
                 found["placed"][f"{heads} {case}"] = placed_beside(split, whole, config)
     for name in CUT if everything else SAVED:
         found["saved"][name] = resaved(patched("llama_gqa", CUT[name]), folder / f"saved-{name}", **TENSORS)

@@ -22,7 +22,7 @@ from tests.distributed.tensor_parallel_worker import (
     WAYS,
 )
 from tests.matrix.running import patched, tokens
-from tests.schemes.table import TABLE, VARIANTS
+from tests.schemes.table import TABLE
 
 pytestmark = pytest.mark.long
 
@@ -48,10 +48,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("heads", ["grouped", "single"])
 def test_two_processes_give_the_outputs_and_gradients_of_one(run: Run, heads: str) -> None:
     """With a key head each, and with a single head each."""
-    cases = [case for _, _, case in VARIANTS] if run.everything else [f"{name}-0" for name in CUT if name in TABLE]
+    cases = [f"{heads} {name}-0" for name in CUT if name in TABLE]
     for rank in run.ranks:
-        for case in cases:
-            found = rank["placed"][f"{heads} {case}"]
+        assert rank["placed"].keys() >= set(cases)
+        for case in [case for case in rank["placed"] if case.startswith(heads)]:
+            found = rank["placed"][case]
             assert found["same"], (case, "parameters are those of the first process")
             assert found["forward"] <= CLOSE, (case, found)
             assert found.get("decoded", 0) <= CLOSE, (case, found)

@@ -28,6 +28,7 @@ from hf_posenc.schemes import (
     ShawConfig,
     TransformerXLConfig,
     WaveletConfig,
+    get_scheme,
 )
 from hf_posenc.schemes.bias import cope, relative_tables
 from hf_posenc.schemes.bias.disentangled import LogBuckets
@@ -35,7 +36,7 @@ from hf_posenc.schemes.bias.fire import FireBias
 from hf_posenc.schemes.bias.grape_ap import GrapeApBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 from hf_posenc.schemes.logits import pairwise_bias
-from hf_posenc.schemes.weights import KeptValues
+from hf_posenc.schemes.weights import AlikeParts, KeptValues
 
 from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
 
@@ -261,6 +262,19 @@ def test_one_query_reads_tables_that_a_cache_keeps(reach: int, gap: int) -> None
 # --- biases that leave out what is the same for all, against the plain way
 
 LONG = 96
+
+
+@pytest.mark.parametrize("scheme", ["transformer_xl", "disentangled", "grape"])
+def test_what_layers_share_fits_the_number_of_tokens_of_each(scheme: str) -> None:
+    layers = [build(get_scheme(scheme)(), **PLACE).logit_bias for _ in range(2)]
+    for layer in layers:
+        redraw(layer)
+    memo: dict[Any, Any] = {AlikeParts: AlikeParts(lambda: [(0, [layer]) for layer in layers])}
+    for length in (9, 5, 12):
+        pairs = some_pairs(0, length)
+        shared = dataclasses.replace(pairs, keys=dataclasses.replace(pairs.keys, memo=memo))
+        for layer in layers:
+            assert torch.allclose(layer(shared), layer(pairs), atol=1e-5), (length, scheme)
 
 
 def some_pairs(start: int, stop: int) -> AttentionPairs:

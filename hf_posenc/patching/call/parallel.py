@@ -187,10 +187,11 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
         if pairs.key_features is not None:
             features = self._by_head(pairs.key_features, self.shard.repeated_to_all_heads)
             pairs = dataclasses.replace(pairs, key_features=features)
-        if not self.reads_heads:
-            return pairs
-        key = pairs.key if self.shard.shared_keys else self.shard.repeated_to_all_heads(pairs.key)
-        return dataclasses.replace(pairs, query=self.shard.repeated_to_all_heads(pairs.query), key=key)
+        # The inner bias may not read queries, but one of several that it adds may return as many heads as they have.
+        query, key = self.shard.repeated_to_all_heads(pairs.query), pairs.key
+        if self.reads_heads and not self.shard.shared_keys:
+            key = self.shard.repeated_to_all_heads(key)
+        return dataclasses.replace(pairs, query=query, key=key)
 
     def _by_head(self, features: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """Features with a change of those that belong to heads; features of shared keys stay as they are."""

@@ -105,7 +105,7 @@ class DisentangledBias(PairwiseBias):
         rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
         if Tensor not in map(type, factors) and distances_of_run(pairs) is not None:
             compute = functools.partial(_vectors, rows=rows[0], occurring=occurring, factors=factors)
-            of_keys, of_queries = pairs.keys.of_weights(self, ("vectors", factors), compute)
+            of_keys, of_queries = pairs.keys.of_weights(self, ("vectors", factors, len(rows[0])), compute)
             products = [] if of_queries is None else [at_distances(pairs.query.float() @ of_queries)]
             if of_keys is not None:
                 products.append(at_distances(pairs.expanded_key.float() @ of_keys).transpose(-1, -2))

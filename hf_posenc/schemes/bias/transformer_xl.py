@@ -82,7 +82,7 @@ class TransformerXLBias(PairwiseBias):
         query = plus(pairs.query.float(), self.position_bias.float().unsqueeze(-2), pairs.query_factor)
         if distances is not None and not isinstance(pairs.query_scaling, Tensor):
             compute = functools.partial(_vectors, distances=distances, factor=pairs.query_scaling)
-            (vectors,) = pairs.keys.of_weights(self, ("vectors", pairs.query_scaling), compute)
+            (vectors,) = pairs.keys.of_weights(self, ("vectors", pairs.query_scaling, len(distances)), compute)
             return plus(at_distances(query @ vectors), by_key, pairs.key_scaling)
         # (heads, head_dim, hidden): W_R of each head.
         projection = self.position_projection.float().view(*self.content_bias.shape, -1)
