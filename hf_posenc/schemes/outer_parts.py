@@ -213,6 +213,7 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
         self.rotary_dim = None if None in widths else max(cast("list[int]", widths))
         self.symmetric = all(part.symmetric for part in self.members())
         self.width_factor = math.prod(part.width_factor for part in self.members())
+        self.heads_together = math.lcm(*(part.heads_together for part in self.members()))
         self._counts: list[int] = []
         # Every layer asks in every call. A blend is not asked here, because its strength may change.
         placed = [name for name in self._names if self._modules[name] is not None]

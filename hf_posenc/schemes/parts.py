@@ -179,6 +179,9 @@ class QueryKeyMap(Part):
     #: changes their width. In architectures that rotate a slice of a head, or a key shared by all heads, the complete
     #: heads are then mapped later.
     whole_heads: bool = False
+    #: Number of neighbouring heads that are mapped together, because they read each other. Processes that share a layer
+    #: (tensor parallelism) must have a multiple of it each.
+    heads_together: int = 1
     #: Width of a mapped head, as a multiple of its original width.
     width_factor: int = 1
     #: Whether a bias of the scheme maps the heads a second time and expects the mapped dimensions first in each head.

@@ -31,6 +31,7 @@ CUT: dict[str, Any] = {
     "selective_rope": "selective_rope",
     "ssmax": "ssmax",
     "pope": "pope",
+    "rope_pp": "rope_pp",
     "transformer_xl": "transformer_xl",
     "composed": ComposedConfig((AlibiConfig(), CopeConfig(initial_std=0.5), ForgetGateConfig())),
 }
@@ -135,7 +136,9 @@ def placed_beside(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
     """A scheme put into a model that is split already, beside one that is not."""
     # Every process draws other parameters; the first one's count.
     torch.manual_seed(7 + dist.get_rank())
-    patch_model(split, scheme)
+    words = refusal(lambda: patch_model(split, scheme))
+    if words:
+        return {"refused": words}
     torch.manual_seed(7)
     patch_model(whole, scheme)
     names = {name for name, _ in whole.named_parameters() if "position_encoding" in name}

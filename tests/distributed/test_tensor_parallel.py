@@ -53,11 +53,14 @@ def test_two_processes_give_the_outputs_and_gradients_of_one(run: Run, heads: st
         assert rank["placed"].keys() >= set(cases)
         for case in [case for case in rank["placed"] if case.startswith(heads)]:
             found = rank["placed"][case]
+            if case.startswith("single rope_pp"):
+                assert "of LlamaAttention together, but each of 2 processes has 1 head." in found["refused"]
+                continue
             assert found["same"], (case, "parameters are those of the first process")
             assert found["forward"] <= CLOSE, (case, found)
             assert found.get("decoded", 0) <= CLOSE, (case, found)
             assert found["gradients"] <= CLOSE_GRADIENTS, (case, found)
-    trained = [found["trained"] for case, found in run.ranks[0]["placed"].items() if case.startswith(heads)]
+    trained = [found.get("trained", 0) for case, found in run.ranks[0]["placed"].items() if case.startswith(heads)]
     assert sum(count > 0 for count in trained) >= 5
 
 

@@ -301,8 +301,18 @@ def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
     known: dict[int, Part] = {}
     for site in sites:
         shard = _shard(site, paths[id(site.module)], plan, mesh)
-        if shard is not None:
-            site.encoding = _split(site.encoding, shard, known)
+        if shard is None:
+            continue
+        together = 1 if site.encoding.query_key_map is None else site.encoding.query_key_map.heads_together
+        local_heads = site.encoding.num_heads // shard.size
+        if local_heads % together:
+            raise UnsupportedError(
+                f"{encoding.config.name!r} maps {together} neighbouring heads of {type(site.module).__name__} "
+                f"together, but each of {shard.size} processes has {local_heads} "
+                f"{'head' if local_heads == 1 else 'heads'}. Use fewer processes, so that neighbouring heads "
+                "are in the same one."
+            )
+        site.encoding = _split(site.encoding, shard, known)
     for parameter in encoding.parameters():
         # Each process has initialised its own.
         if parameter.device.type != "meta" and not hasattr(parameter, "device_mesh"):

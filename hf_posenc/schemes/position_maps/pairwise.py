@@ -134,6 +134,11 @@ class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):
         super().__init__({"inner": inner})
         self.far = far
 
+    @property
+    def plain(self) -> bool:
+        """False, because far pairs have other distances than the inner bias would give them."""
+        return False
+
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         distance = self.far.distance(pairs.query_positions, pairs.keys.ids)
