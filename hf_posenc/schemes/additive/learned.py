@@ -146,7 +146,10 @@ class LearnedGridEncoding(LearnedTable):
         vectors = self._of_places(positions, where)
         without = positions.ids < 0
         if where.placed is not None:
-            vectors = torch.where(where.placed.unsqueeze(-1), vectors, self._of_prefix(~where.placed & ~without))
+            # Without coordinates, a call may begin in the middle of a sequence or contain several.
+            given = positions.coordinates is not None
+            ranks = (~where.placed & ~without).long().cumsum(-1) - 1 if given else positions.ids
+            vectors = torch.where(where.placed.unsqueeze(-1), vectors, self._of_prefix(ranks))
         return vectors.masked_fill(without.unsqueeze(-1), 0.0)
 
     def _of_places(self, positions: Positions, where: Places) -> Tensor:
@@ -165,13 +168,12 @@ class LearnedGridEncoding(LearnedTable):
             row = row * sizes[axis] + coordinates[axis]
         return nn.functional.embedding(row if start is None else row + start, rows)
 
-    def _of_prefix(self, unplaced: Tensor) -> Tensor:
-        """The separate row of each token without a place, in their order; zeros past the last row."""
-        rank = unplaced.long().cumsum(-1) - 1
+    def _of_prefix(self, ranks: Tensor) -> Tensor:
+        """The separate row of each token without a place, by their order; zeros past the last row."""
         if not self.num_prefix_tokens:
-            return self.weight.new_zeros(*rank.shape, self.weight.shape[-1])
-        rows = nn.functional.embedding(rank.clamp(0, self.num_prefix_tokens - 1), self.weight)
-        return rows.masked_fill((rank >= self.num_prefix_tokens).unsqueeze(-1), 0.0)
+            return self.weight.new_zeros(*ranks.shape, self.weight.shape[-1])
+        rows = nn.functional.embedding(ranks.clamp(0, self.num_prefix_tokens - 1), self.weight)
+        return rows.masked_fill((ranks >= self.num_prefix_tokens).unsqueeze(-1), 0.0)
 
     def _check_coordinates(self, coordinates: Tensor) -> None:
         """Refuses places outside the table where the size of the call's grid is unknown."""
