@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_posenc import SchemeConfig, UnsupportedError
 from hf_posenc.schemes import SchemeParts
 from hf_posenc.schemes.logits import positional_logits
-from tests.kits.decoding import decoded
+from tests.kits.decoding import decoded, left_padding
 from tests.matrix.running import distance, drawn, outputs, patched, tokens
 from tests.schemes.building import counted
 from tests.schemes.table import VARIANTS, parts_for
@@ -96,3 +96,22 @@ def test_tokens_enter_and_leave_a_decoder_like_the_reference(config: SchemeConfi
     refused = UnsupportedError if any(part.length_dependent for part in parts_for(config)) else ()
     with contextlib.suppress(refused):
         assert distance(decoded(model, ids, None, (1, 8, 3, 1, 1)), whole) <= CLOSE
+
+
+@EVERY_VARIANT
+@torch.no_grad()
+def test_padding_and_other_documents_change_nothing(config: SchemeConfig) -> None:
+    model = with_scheme("llama_gqa", config)
+    documents = tokens(1, 6, seed=2), tokens(1, LENGTH, seed=3)
+    alone = [model(ids, use_cache=False).logits for ids in documents]
+    padding = LENGTH - 6
+    row = torch.nn.functional.pad(documents[0], (padding, 0))
+    padded = model(torch.cat((row, documents[1])), attention_mask=left_padding(LENGTH, padding).flip(0)).logits
+    assert distance(padded[:1, padding:], alone[0]) <= CLOSE
+    assert distance(padded[1:], alone[1]) <= CLOSE
+    # These may be refused.
+    refused = UnsupportedError if any(part.length_dependent for part in parts_for(config)) else ()
+    with contextlib.suppress(refused):
+        position_ids = torch.cat((torch.arange(6), torch.arange(LENGTH))).unsqueeze(0)
+        packed = model(torch.cat(documents, dim=1), position_ids=position_ids, use_cache=False).logits
+        assert distance(packed, torch.cat(alone, dim=1)) <= CLOSE
