@@ -246,10 +246,16 @@ def _read_texts(paths: list[str]) -> list[str]:
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not files:
             raise UsageError(f"--text {path}: the folder contains no .txt file.")
-        try:
-            texts += [file.read_text(encoding="utf-8") for file in files]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--text {path}: {error}") from error
+        for file in files:
+            try:
+                texts.append(file.read_text(encoding="utf-8"))
+            except OSError as error:
+                raise UsageError(f"--text {file}: {error}") from error
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"--text {file} is not UTF-8 text: {error.reason} at byte {error.start}. Convert it with `iconv -t "
+                    "UTF-8`. If it was cut in the middle of a character, `iconv -c -f UTF-8 -t UTF-8` removes the rest."
+                ) from error
     return texts
 
 

@@ -199,7 +199,7 @@ def _resolve(
     config = with_native_options(config, stacks, native)
     config = schedule(config, stacks, layers, other, merged=merged)
     warn_if_invisible(config, stacks)
-    warn_if_theta_changes(config, stacks)
+    warn_if_rotation_changes(config, stacks)
     warn_of_invented_grid(config, stacks)
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     # If layers were exchanged since the last patch, the scheme in force could not be restored after the run.
@@ -397,14 +397,13 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
             )
 
 
-def warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Warns if the default base of a rotation, which was not given, differs from the model's own base."""
-    native_thetas = set().union(*(_thetas(getattr(stack.config, "rope_parameters", None)) for stack in stacks))
-    changed = {
-        (part.name, part.theta)  # type: ignore[attr-defined]
-        for part in walk(config)
-        if getattr(part, "theta", None) is not None and not part.gave("theta")
-    }
+def warn_if_rotation_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
+    """Warns if the default base or the missing scaling of a rotation, which were not given, differ from the model's."""
+    built_with = [getattr(stack.config, "rope_parameters", None) for stack in stacks]
+    native_thetas = {float(theta) for parameters in built_with for theta in _values(parameters, "rope_theta")}
+    scalings = {kind for parameters in built_with for kind in _values(parameters, "rope_type")} - _UNSCALED
+    rotations = [part for part in walk(config) if getattr(part, "theta", None) is not None]
+    changed = {(part.name, part.theta) for part in rotations if not part.gave("theta")}  # type: ignore[attr-defined]
     for name, theta in sorted(changed):
         if not native_thetas or theta in native_thetas:
             continue
@@ -414,14 +413,25 @@ def warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
             f"trained model, pass theta={max(native_thetas):g} to keep its base (swap_scheme does so), or "
             f"theta={theta:g} if the change is intended."
         )
+    unscaled = {part.name for part in rotations if getattr(part, "scaling", ...) is None and not part.gave("scaling")}
+    for name in sorted(unscaled) if scalings else ():
+        known = " and ".join(repr(kind) for kind in sorted(scalings))
+        warn_user(
+            f"Scheme {name!r} has no scaling of its frequencies, but this model was built with rope_type {known}. For "
+            "a trained model, use 'native' to keep its scaling, or pass scaling=None if the change is intended."
+        )
 
 
-def _thetas(parameters: Any) -> set[float]:
-    """The bases in a config's `rope_parameters`; some models have one for each layer type."""
+#: Values of `rope_type` for frequencies that are not scaled.
+_UNSCALED = {"default", "mrope", "proportional"}
+
+
+def _values(parameters: Any, key: str) -> set[Any]:
+    """The values of a key in a config's `rope_parameters`; some models have one for each layer type."""
     if not isinstance(parameters, dict):
         return set()
-    thetas = {float(parameters["rope_theta"])} if parameters.get("rope_theta") is not None else set()
-    return thetas.union(*(_thetas(value) for value in parameters.values()))
+    values = {parameters[key]} if parameters.get(key) is not None else set()
+    return values.union(*(_values(value, key) for value in parameters.values()))
 
 
 def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:

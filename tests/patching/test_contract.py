@@ -108,6 +108,18 @@ def test_a_base_that_nobody_gave_warns_where_the_model_has_another(scheme: Any) 
     assert "pass theta=500000" in message
 
 
+@pytest.mark.parametrize("parameters", [{"rope_type": "linear"}, {"full_attention": {"rope_type": "linear"}}], ids=str)
+def test_a_scaling_that_a_rotation_drops_is_named(parameters: Any) -> None:
+    model = patched("llama_gqa", None)
+    model.config.rope_parameters = parameters
+    with pytest.warns(UserWarning, match="'rope' has no scaling of its frequencies, .* with rope_type 'linear'"):
+        patch_model(model, "rope")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model, "rope", scaling=None)
+        patch_model(model, "alibi")
+
+
 def test_a_base_that_was_given_is_meant() -> None:
     model = patched("llama_gqa", None)
     model.config.rope_parameters["rope_theta"] = 5e5

@@ -400,13 +400,17 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
         _refuse_part(inner)
         _refuse_recomputed_queries(inner)
     else:
-        advice = (
-            "Load it first, for example with AutoModel.from_pretrained."
-            if isinstance(inner, str)
-            else "Patch the model before it is wrapped (DistributedDataParallel, torch.compile), or pass the model "
-            "inside the wrapper: that of a SentenceTransformer is encoder[0].model."
-        )
-        raise TypeError(f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. {advice}")
+        given = f"the class {inner.__name__}" if isinstance(inner, type) else type(inner).__name__
+        if isinstance(inner, str | type):
+            advice = "Load the model first, for example with AutoModel.from_pretrained."
+        elif type(inner).__module__.startswith(("torch.nn.modules", "transformers.models")):
+            advice = "Pass the whole model that contains it."
+        else:
+            advice = (
+                "Patch the model before it is wrapped (DistributedDataParallel, torch.compile), or pass the model "
+                "inside the wrapper: that of a SentenceTransformer is encoder[0].model."
+            )
+        raise TypeError(f"Expected a transformers PreTrainedModel, got {given}. {advice}")
     return inner
 
 

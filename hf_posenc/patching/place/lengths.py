@@ -1,4 +1,4 @@
-"""The sequence lengths of a patched model, all places in which they are written, and `extend_context`."""
+"""The sequence lengths of a patched model, and all places in which they are written."""
 
 from __future__ import annotations
 

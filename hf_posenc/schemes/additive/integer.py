@@ -106,7 +106,7 @@ class IntegerConfig(_AlongDirectionConfig):
 
 @register_scheme
 class NormalizedIntegerConfig(_AlongDirectionConfig):
-    """Adds `scale * p / N * direction` to every token (same blog), with `N` the number of real tokens.
+    """Adds `scale * p / N * direction` to every token (as in `integer`), with `N` the number of real tokens.
 
     To a token at position p of a sequence of N it adds, with `u` as in `integer`::
 
