@@ -20,6 +20,7 @@ from hf_posenc.schemes.weights import (
     ModuleType,
     Parts,
     Value,
+    apart,
     assert_in_graph,
     gradients_may_be_shared,
     of_each,
@@ -181,7 +182,7 @@ class Positions:
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
             layers = self.memo[AlikeParts].of(part)
-            values = of_each(layers, compute)
+            values = apart(layers, of_each(layers, compute))
             self.memo.update(
                 {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
             )
