@@ -247,11 +247,8 @@ def of_each(
 
 
 def weights_of(part: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a part and its submodules."""
-    # Most parts have no submodules, and every layer asks.
-    modules = modules_of(part) if part._modules else (part,)
-    tensors = (each for module in modules for each in (*module._parameters.values(), *module._buffers.values()))
-    return [each for each in tensors if each is not None]
+    """The parameters of a part and its submodules."""
+    return [weight for module in modules_of(part) for weight in module._parameters.values() if weight is not None]
 
 
 def has_hooks(weights: Sequence[Tensor]) -> bool:
@@ -269,9 +266,9 @@ def apart(parts: Sequence[nn.Module], values: Sequence[Any]) -> list[Any]:
     leaves: list[Tensor | None] = []
     uses: dict[Tensor, set[int]] = {}
     for part, value in zip(parts, values, strict=True):
-        own = tree_leaves(value)
-        places = range(len(leaves), len(leaves) + len(own))
-        leaves += own
+        of_part = tree_leaves(value)
+        places = range(len(leaves), len(leaves) + len(of_part))
+        leaves += of_part
         for weight in weights_of(part):
             if weight.requires_grad:
                 uses.setdefault(weight, set()).update(places)  # Layers may share a weight.
@@ -299,10 +296,10 @@ class _Apart(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         known = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
         inputs = [weight for weight, places in zip(ctx.weights, ctx.uses, strict=True) if places & known.keys()]
-        options = {"retain_graph": True, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
-        outputs = [ctx.leaves[place] for place in known]
-        found = iter(torch.autograd.grad(outputs, inputs, [*known.values()], **options) if known else ())
-        return None, None, *(next(found) if places & known.keys() else None for places in ctx.uses)
+        # What is differentiated, what for, the gradient so far; the graph is kept, and one is made for another pass.
+        given = ([ctx.leaves[place] for place in known], inputs, [*known.values()], True, torch.is_grad_enabled())
+        of_weights = iter(torch.autograd.grad(*given, allow_unused=True) if known else ())
+        return None, None, *(next(of_weights) if places & known.keys() else None for places in ctx.uses)
 
 
 def gradients_may_be_shared() -> bool:

@@ -207,7 +207,14 @@ class ForwardState:
     def replica(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
-        if all(weight.device == device for weight in weights_of(part)):
+        # Most parts have no submodules, and every layer asks.
+        weights: list[Tensor | None] = []
+        for module in modules_of(part) if part._modules else (part,):
+            weights += (*module._parameters.values(), *module._buffers.values())
+        for weight in weights:
+            if weight is not None and weight.device != device:
+                break
+        else:
             return part
         key = ("own", id(part), device, torch.is_grad_enabled())
         replica: PartType | None = self.scratch.get(key)

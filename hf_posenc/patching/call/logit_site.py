@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm, distance_fo
 from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache
-from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, joins_layers, parts_of_kind
+from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, parts_of_kind
 from hf_posenc.patching.call.key_positions import (
     bound_of_unread,
     key_positions,
@@ -200,7 +200,7 @@ class LogitSite(PlacedForward):
             kept = self.kept_row(bias, state, key_length) if query_length == 1 else None
             if kept is not None:
                 return FusedForm(kept[0][0, :, 0], 1, key_length, kept[1])
-            joins = bias is self.encoding.logit_bias and joins_layers(bias)
+            joins = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
             vector = self._vector_of_layers(state, query_length, key_length, mask) if joins else None
             if vector is not None:
                 return FusedForm(vector, query_length, key_length)
@@ -217,13 +217,12 @@ class LogitSite(PlacedForward):
             `(batch or 1, heads, 1, key_len)`, and its slopes, if any. `None` if they cannot be kept: with gradients, in
             a compiled graph, without a cache, or if there are keys after the query, as in a static cache.
         """
-        kept: KeptValues | None = state.memo.get(KeptValues)
-        offset = state.offset
+        kept, offset = cast("KeptValues | None", state.memo.get(KeptValues)), state.offset
         if kept is None or torch.is_grad_enabled() or not isinstance(offset, int) or key_length > offset + 1:
             return None
         name = ("kept row", key_length, state.device)
         if (*name, id(bias)) not in state.scratch:
-            joins = bias is self.encoding.logit_bias and joins_layers(bias)
+            joins = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
             biases = parts_of_kind(self, "logit_bias") if joins else [bias]
 
             def compute() -> tuple[Tensor, list[Tensor | None]]:
@@ -242,8 +241,7 @@ class LogitSite(PlacedForward):
                 values, slopes = values[:, 0, :, 0, index].transpose(1, 2).unsqueeze(-2), [None] * len(biases)
             rows = zip(biases, values.unbind(0), slopes, strict=True)
             state.scratch.update({(*name, id(each)): (row, of_each) for each, row, of_each in rows})
-        row: tuple[Tensor, Tensor | None] = state.scratch[*name, id(bias)]
-        return row
+        return cast("tuple[Tensor, Tensor | None]", state.scratch[*name, id(bias)])
 
     def _vector_of_layers(self, state: ForwardState, query_length: int, key_length: int, mask: Any) -> Tensor | None:
         """The bias of all distances, `(heads, query_len + key_len - 1)`, computed with other layers for its gradient.
@@ -262,8 +260,8 @@ class LogitSite(PlacedForward):
             count = query_length + key_length - 1
             return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
 
-        vector: Tensor | None = state.together(self, "logit_bias", distances, query_length, key_length, padding=unseen)
-        return vector
+        lengths = (query_length, key_length)
+        return cast("Tensor | None", state.together(self, "logit_bias", distances, *lengths, padding=unseen))
 
     def _form_of_counts(self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
         """The distance bias of few pairs whose positions have a bound."""
