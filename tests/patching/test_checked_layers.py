@@ -225,6 +225,16 @@ def test_values_that_a_cache_keeps_do_not_depend_on_autocast(scheme: str, monkey
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scheme", ["alibi", "fire"])
+def test_layers_that_are_compiled_alone_decode(scheme: str) -> None:
+    model, ids = built(scheme, lambda model: None), tokens(length=9)
+    expected = model(ids).logits
+    model.model.layers[1].compile(backend="aot_eager")
+    steps = decoded(model, ids, DynamicCache(config=model.config), [7, 1, 1])
+    torch.testing.assert_close(steps, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_mask_may_be_changed_in_place_between_layers(scheme: str) -> None:
     """As by a tool that hides keys from single layers."""

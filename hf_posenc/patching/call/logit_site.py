@@ -218,7 +218,9 @@ class LogitSite(PlacedForward):
             a compiled graph, without a cache, or if there are keys after the query, as in a static cache.
         """
         kept, offset = cast("KeptValues | None", state.memo.get(KeptValues)), state.offset
-        if kept is None or torch.is_grad_enabled() or not isinstance(offset, int) or key_length > offset + 1:
+        if kept is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(offset, int):
+            return None
+        if key_length > offset + 1:
             return None
         name = ("kept row", key_length, state.device)
         if (*name, id(bias)) not in state.scratch:
