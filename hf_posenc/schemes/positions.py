@@ -20,6 +20,7 @@ from hf_posenc.schemes.weights import (
     ModuleType,
     Parts,
     Value,
+    apart,
     assert_in_graph,
     gradients_may_be_shared,
     of_each,
@@ -161,8 +162,7 @@ class Positions:
 
         Without gradients, a cache keeps it for later tokens that it `fits`, until a parameter is replaced or changed.
         """
-        kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
-        return compute() if kept is None else kept.of(part, name, compute, fits)
+        return self.memo[KeptValues].of(part, name, compute, fits) if self.keeps_values else compute()
 
     def of_weights(
         self, part: ModuleType, name: Hashable, compute: Callable[[Sequence[ModuleType]], tuple[Tensor | None, ...]]
@@ -181,7 +181,7 @@ class Positions:
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
             layers = self.memo[AlikeParts].of(part)
-            values = of_each(layers, compute)
+            values = apart(layers, of_each(layers, compute))
             self.memo.update(
                 {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
             )
@@ -190,8 +190,8 @@ class Positions:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether `kept` keeps values."""
-        return not torch.is_grad_enabled() and KeptValues in self.memo
+        """Whether `kept` keeps values. A graph, perhaps that of a single layer, cannot look at versions of weights."""
+        return not torch.is_grad_enabled() and KeptValues in self.memo and not torch.compiler.is_compiling()
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""

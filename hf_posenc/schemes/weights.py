@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from hf_posenc.errors import SequenceLengthError
 
@@ -231,7 +232,7 @@ class AlikeParts:
                 for place, module in enumerate(inside if kind is not None else ()):
                     weights = [weight for weight in module._parameters.values() if weight is not None]
                     same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
-                    if len(weights) == len(module._parameters) > 0:
+                    if len(weights) == len(module._parameters) > 0 and not has_hooks(weights):
                         alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
             self._found = {each: [*group.values()] for group in alike.values() for each in group}
         return cast("list[ModuleType]", self._found.get(id(part), [part]))
@@ -245,9 +246,65 @@ def of_each(
     return list(zip(*values, strict=True))
 
 
+def weights_of(part: nn.Module) -> list[Tensor]:
+    """The parameters of a part and its submodules."""
+    return [weight for module in modules_of(part) for weight in module._parameters.values() if weight is not None]
+
+
+def has_hooks(weights: Sequence[Tensor]) -> bool:
+    """Whether somebody has set hooks on one of these weights. Those of layers that did not run must not be called."""
+    return any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights)
+
+
+def apart(parts: Sequence[nn.Module], values: Sequence[Any]) -> list[Any]:
+    """Values that parts of several layers have computed together, with the gradients of parts that compute alone.
+
+    Each part has a value: a tensor, or tuples of tensors and `None`.
+    """
+    if len(parts) == 1 or not torch.is_grad_enabled():
+        return list(values)
+    leaves: list[Tensor | None] = []
+    uses: dict[Tensor, set[int]] = {}
+    for part, value in zip(parts, values, strict=True):
+        of_part = tree_leaves(value)
+        places = range(len(leaves), len(leaves) + len(of_part))
+        leaves += of_part
+        for weight in weights_of(part):
+            if weight.requires_grad:
+                uses.setdefault(weight, set()).update(places)  # Layers may share a weight.
+    made = _Apart.apply(leaves, [*uses.values()], *uses)
+    return cast("list[Any]", tree_unflatten(made, tree_structure(list(values))))
+
+
+class _Apart(torch.autograd.Function):
+    """Gives a layer that did not run, or that the loss does not depend on, no gradient instead of zeros.
+
+    With zeros an optimizer would decay its weights. Layers may have a backward pass each, so nothing is freed after the
+    first one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaves: list[Tensor | None], uses: list[set[int]], *weights: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.leaves, ctx.uses, ctx.weights = leaves, uses, weights
+        made, learned = [leaf if leaf is None else leaf.detach() for leaf in leaves], set().union(*uses)
+        fixed = [place for place, leaf in enumerate(leaves) if place not in learned or not requires_grad(leaf)]
+        ctx.mark_non_differentiable(*(made[place] for place in fixed if made[place] is not None))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        known = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+        inputs = [weight for weight, places in zip(ctx.weights, ctx.uses, strict=True) if places & known.keys()]
+        # What is differentiated, what for, the gradient so far; the graph is kept, and one is made for another pass.
+        given = ([ctx.leaves[place] for place in known], inputs, [*known.values()], True, torch.is_grad_enabled())
+        of_weights = iter(torch.autograd.grad(*given, allow_unused=True) if known else ())
+        return None, None, *(next(of_weights) if places & known.keys() else None for places in ctx.uses)
+
+
 def gradients_may_be_shared() -> bool:
     """Whether layers may share values that require grad: not if one of the layers is recomputed (checkpointing)."""
-    if traced() or torch._C._current_graph_task_id() != -1:
+    if traced() or torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

@@ -20,7 +20,7 @@ from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
-from hf_posenc.schemes.weights import AlikeParts
+from hf_posenc.schemes.weights import AlikeParts, KeptValues
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.kits.decoding import decoded
@@ -123,9 +123,115 @@ def test_layers_compute_what_follows_from_their_weights_together(scheme: str, mo
 
     found, joined = results(built(scheme, CHANGES[0])), []
     monkeypatch.setattr(AlikeParts, "of", lambda self, part: joined.append(part) or [part])
-    monkeypatch.setattr(ForwardState, "together", lambda *_: None)
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
     torch.testing.assert_close(found, results(built(scheme, CHANGES[0])), atol=2e-5, rtol=1e-4)
     assert joined or scheme == "pope"
+
+
+def skipped(model: Any, ids: Tensor) -> None:
+    """As by LayerDrop. Hooks on weights of a layer that is skipped are not called."""
+    model.model.layers[1].forward = lambda hidden_states, *_, **__: hidden_states
+    for part in model.position_encoding.stacks["model"].layers[1].parts:
+        for weight in part.parameters():
+            weight.register_hook(lambda gradient: pytest.fail("nobody computed this gradient"))
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def left_early(model: Any, ids: Tensor) -> None:
+    model(ids, use_cache=False, output_hidden_states=True).hidden_states[2].square().mean().backward()
+
+
+def frozen(model: Any, ids: Tensor) -> None:
+    for part in model.position_encoding.stacks["model"].layers[0].parts:
+        part.requires_grad_(False)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def trained_apart(model: Any, ids: Tensor) -> None:
+    """Each layer has a loss, and a backward pass before the next layer runs, or after all layers have run."""
+    outputs: list[Tensor] = []
+    for number, layer in enumerate(model.model.layers):
+
+        def detached(
+            hidden: Tensor, *args: Any, last: bool = number > 1, own: Any = layer.forward, **kwargs: Any
+        ) -> Any:
+            output = own(hidden.detach(), *args, **kwargs)
+            if last:
+                outputs.append(output)
+            else:
+                output.square().mean().backward()
+            return output.detach()
+
+        layer.forward = detached
+    model(ids, use_cache=False)
+    for output in outputs:
+        output.square().mean().backward()
+
+
+def differentiated_twice(model: Any, ids: Tensor) -> None:
+    loss = model(ids, labels=ids, use_cache=False).loss
+    weights = [weight for layer in model.model.layers for weight in layer.self_attn.parameters()]
+    sum(gradient.square().sum() for gradient in torch.autograd.grad(loss, weights, create_graph=True)).backward()
+
+
+def tied(model: Any, ids: Tensor) -> None:
+    """Two layers have the same weights."""
+    first, *_, last = model.position_encoding.stacks["model"].layers
+    for part, other in zip(first.parts, last.parts, strict=True):
+        for module, same in zip(part.modules(), other.modules(), strict=True):
+            same._parameters.update(module._parameters)
+    model.model.layers[1].forward = lambda hidden_states, *_, **__: hidden_states
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+JOINED = ["disentangled", "fire", "grape", "log_cpb", "pope", "selective_rope", "string", "tisa", "transformer_xl"]
+
+
+@pytest.mark.parametrize("step", [skipped, left_early, frozen, trained_apart, differentiated_twice, tied])
+@pytest.mark.parametrize("scheme", JOINED)
+def test_what_layers_compute_together_has_the_gradients_of_layers_that_compute_alone(
+    scheme: str, step: Callable[[Any, Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer without a gradient has none, and not zeros."""
+
+    def gradients() -> dict[str, Tensor]:
+        model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.1), tokens(2, 9)
+        for parameter in model.position_encoding.parameters():
+            parameter.data.sub_(0.5 if scheme == "pope" else 0)  # Nothing is beyond its limits.
+        step(model.train(), ids)
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    found = gradients()
+    monkeypatch.setattr(AlikeParts, "of", lambda self, part: [part])
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
+    torch.testing.assert_close(found, gradients(), atol=2e-5, rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["log_cpb", "string", "t5", "tupe"])
+def test_values_that_a_cache_keeps_do_not_depend_on_autocast(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = built(scheme, lambda model: None), tokens(length=9)
+
+    def decode() -> Tensor:
+        cache, logits = DynamicCache(config=model.config), []
+        for start, stop, casts in ((0, 6, False), (6, 7, True), (7, 8, False), (8, 9, False)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+                logits.append(model(ids[:, start:stop], past_key_values=cache).logits.float())
+        return torch.cat(logits, dim=1)
+
+    found = decode()
+    monkeypatch.setattr(KeptValues, "of", lambda kept, part, name, compute, fits=None: compute())
+    torch.testing.assert_close(found, decode(), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["alibi", "fire"])
+def test_layers_that_are_compiled_alone_decode(scheme: str) -> None:
+    model, ids = built(scheme, lambda model: None), tokens(length=9)
+    expected = model(ids).logits
+    model.model.layers[1].compile(backend="aot_eager")
+    steps = decoded(model, ids, DynamicCache(config=model.config), [7, 1, 1])
+    torch.testing.assert_close(steps, expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -322,7 +322,7 @@ def test_layers_of_a_kind_are_computed_together(
         return steps
 
     together = trained()
-    monkeypatch.setattr(ForwardState, "together", lambda *inputs: None)
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
     alone = trained()
     assert together[0][0] < alone[0][0]
     for (_, found), (_, expected) in zip(together, alone, strict=True):

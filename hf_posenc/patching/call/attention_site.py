@@ -293,7 +293,7 @@ class AttentionSite(PairwiseSite):
         if joins_layers(query_key_map):
             joined = state.together(self, "query_key_map", inputs, heads.dtype)
             if joined is not None:
-                return query_key_map, joined[1][joined[0][id(query_key_map)]]
+                return query_key_map, joined
 
         def compute() -> tuple[QueryKeyMap, tuple[Any, ...]]:
             check_cache(query_key_map, state)

@@ -19,9 +19,8 @@ from hf_posenc.attention.block_attention import for_kernel, single_query_attenti
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
-from hf_posenc.patching.call.forward_state import joins_layers, parts_of_kind
+from hf_posenc.patching.call.forward_state import joins_layers
 from hf_posenc.patching.call.key_positions import bound_of_unread
-from hf_posenc.patching.call.logit_site import kept_rows
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias, rows_of_terms
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
@@ -145,9 +144,11 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        joined = self._rows_of_layers(site, call, query, key) if joins_layers(site.encoding.logit_bias) else None
-        if joined is not None:
-            rows = joined[1]
+        kept = None
+        if self.kernel is None and self.places is None and (self.by_slots or bound_of_unread(call.state) is not None):
+            kept = site.kept_row(bias, call.state, key.shape[2])
+        if kept is not None:
+            rows = kept[0]
         elif self.places is not None:
             rows = self._rows_of_pairs(site, call, bias, query, key)
         else:
@@ -155,39 +156,10 @@ class CheckedLayer:
         if site.encoding.logit_scale is not None:
             rows = rows * cast("float", site.encoding.logit_scale.factor_of_all)
         rows = for_kernel(rows, query) if self.kernel is None else self.kernel.masked(rows)
-        if joined is not None:
-            each = rows.unbind(0)
-            self.rows.update({part: each[index] for part, index in joined[0].items()})
-            return self.rows[id(bias)]
         repeats = self.places is None or not bias.reads_content
         if repeats and (not rows.requires_grad or gradients_may_be_shared()):
             self.rows[id(bias)] = rows
         return rows
-
-    def _rows_of_layers(
-        self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor
-    ) -> tuple[dict[int, int], Tensor] | None:
-        """The biases of all layers of the kind, `(layers, batch or 1, heads, query_len, key_len)`; see `together`."""
-        lengths = (query.shape[2], key.shape[2])
-        if self.places is not None:
-
-            def pairs() -> tuple[AttentionPairs]:
-                slots, keys, scaling = cast("tuple[Tensor, Positions, float]", self.places)
-                return (AttentionPairs(query, key, slots, keys, scaling),)
-
-            return call.state.together(site, "logit_bias", pairs, *lengths)
-        if self.kernel is None and (self.by_slots or bound_of_unread(call.state) is not None):
-            biases = parts_of_kind(site, "logit_bias")
-            kept = kept_rows(biases, call.state, lengths[1])
-            if kept is not None:
-                return {id(bias): index for index, bias in enumerate(biases)}, kept[0]
-        if not self.by_slots:
-            return None
-        joined = site.vectors_of_layers(call.state, *lengths, self.arguments[1])
-        if joined is None:
-            return None
-        rows = FusedForm(joined[1].flatten(0, 1), *lengths).rows().unflatten(1, joined[1].shape[:2])
-        return joined[0], rows.transpose(0, 1)
 
     def _rows_of_pairs(
         self, site: InterfaceAttention, call: LayerCall, bias: PairwiseBias, query: Tensor, key: Tensor
@@ -204,6 +176,10 @@ class CheckedLayer:
             return rows_of_terms(replica.key_terms(pairs), slots)
         if replica.reads_content:
             return cast("Tensor", replica(pairs))
+        if bias is site.encoding.logit_bias and joins_layers(bias):
+            joined: Tensor | None = call.state.together(site, "logit_bias", lambda: (pairs,), *lengths)
+            if joined is not None:
+                return joined
         return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", replica(pairs)), *lengths)
 
 

@@ -19,12 +19,15 @@ from hf_posenc.patching.call.cache import GENERATION, CachedPositions, counted_t
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.weights import (
+    apart,
     exporting,
     gradients_may_be_shared,
+    has_hooks,
     modules_of,
     once_in_graph,
     requires_grad,
     traced,
+    weights_of,
 )
 
 if TYPE_CHECKING:
@@ -366,35 +369,40 @@ class ForwardState:
         return value
 
     def together(
-        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any
-    ) -> tuple[dict[int, int], Any] | None:
-        """What the `of_layers` of a part gives for the layers of a kind, evaluated once per forward and device.
+        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any, padding: int = 0
+    ) -> Any:
+        """What the `of_layers` of a part gives for a layer, evaluated for all layers of its kind once per forward.
 
         The time of a narrow model depends on the number of operators. All layers together need as many as one layer.
 
         Args:
-            site: one of the layers.
+            site: the layer.
             name: the attribute of its encoding that holds the part, of which `joins_layers` is true.
             inputs: returns the arguments of `of_layers` after the parts.
             *lengths: whatever else the result depends on.
+            padding: number of zeros after the values, which are a tensor.
 
         Returns:
-            The index of each layer by the id of its part, and the values of the layers; `None` if each layer computes
-            its own.
+            The value of the layer; `None` if it computes its own.
         """
         if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
             return None
 
-        def compute() -> tuple[dict[int, int], Any] | None:
+        def compute() -> dict[int, Any] | None:
             parts = parts_of_kind(site, name)
             kinds = [type(module) for module in modules_of(parts[0])]
             if len(parts) < 2 or not all(_is_plain(part, kinds, self.device) for part in parts):
                 return None
             with without_autocast(cast("torch.device", self.device)):
                 values = parts[0].of_layers(parts, *inputs())
-            return None if values is None else ({id(part): index for index, part in enumerate(parts)}, values)
+            if values is None:
+                return None
+            values = nn.functional.pad(values, (0, padding)) if padding else values
+            each = apart(parts, values.unbind(0) if isinstance(values, Tensor) else values)
+            return dict(zip(map(id, parts), each, strict=True))
 
-        return self.shared(("together", name, site.encoding.kind), compute, *lengths)
+        values = self.shared(("together", name, site.encoding.kind), compute, *lengths, padding)
+        return None if values is None else values[id(getattr(site.encoding, name))]
 
     def may_be_of_layers(self) -> bool:
         """Whether layers may share one more bias: not if there are many, as if each layer had its own."""
@@ -427,8 +435,8 @@ def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> boo
         return False
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return False
-    weights: Any = part._parameters
-    return bool(next(iter(weights.values())).device == device)  # As all of its weights.
+    weights = weights_of(part)
+    return bool(weights[0].device == device) and not has_hooks(weights)  # All are on the same device.
 
 
 def one_axis(position_ids: Tensor) -> Tensor:

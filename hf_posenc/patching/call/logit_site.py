@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.blockwise import SIZES
@@ -197,26 +197,56 @@ class LogitSite(PlacedForward):
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
         def compute() -> FusedForm:
-            joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
-            if query_length == 1:
-                biases = parts_of_kind(self, "logit_bias") if joined else [bias]
-                kept = kept_rows(biases, state, key_length)
-                if kept is not None:
-                    index = biases.index(bias)
-                    return FusedForm(kept[0][index, 0, :, 0], 1, key_length, kept[1][index])
-            vectors = self.vectors_of_layers(state, query_length, key_length, mask) if joined else None
-            if vectors is not None:
-                return FusedForm(vectors[1][vectors[0][id(bias)]], query_length, key_length)
+            kept = self.kept_row(bias, state, key_length) if query_length == 1 else None
+            if kept is not None:
+                return FusedForm(kept[0][0, :, 0], 1, key_length, kept[1])
+            joins = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
+            vector = self._vector_of_layers(state, query_length, key_length, mask) if joins else None
+            if vector is not None:
+                return FusedForm(vector, query_length, key_length)
             form = distance_form(state.replica(bias), offset, query_length, key_length, device)
             shared = torch.compiler.is_compiling() or state.may_be_of_layers()
             return form if shared else dataclasses.replace(form, of_layers=False)
 
         return state.shared(("bias", id(bias)), compute, query_length, key_length)
 
-    def vectors_of_layers(
-        self, state: ForwardState, query_length: int, key_length: int, mask: Any
-    ) -> tuple[dict[int, int], Tensor] | None:
-        """The distance biases of layers together, `(layers, heads, query_len + key_len - 1)`, for their gradients.
+    def kept_row(self, bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[Tensor, Tensor | None] | None:
+        """The bias of a single query that is the newest token, from values of twice the length that a cache keeps.
+
+        Returns:
+            `(batch or 1, heads, 1, key_len)`, and its slopes, if any. `None` if they cannot be kept: with gradients, in
+            a compiled graph, without a cache, or if there are keys after the query, as in a static cache.
+        """
+        kept, offset = cast("KeptValues | None", state.memo.get(KeptValues)), state.offset
+        if kept is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(offset, int):
+            return None
+        if key_length > offset + 1:
+            return None
+        name = ("kept row", key_length, state.device)
+        if (*name, id(bias)) not in state.scratch:
+            joins = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
+            biases = parts_of_kind(self, "logit_bias") if joins else [bias]
+
+            def compute() -> tuple[Tensor, list[Tensor | None]]:
+                replicas = [state.replica(each) for each in biases]
+                distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
+                slopes = [each.slopes_behind(distances.device) if each.states_slopes else None for each in replicas]
+                with without_autocast(distances.device):
+                    return torch.stack([each(distances) for each in replicas])[:, None, :, None], slopes
+
+            what = f"bias on {state.device}"
+            values, slopes = kept.of(biases, what, compute, lambda known: known[0].shape[-1] >= key_length)
+            values = values.narrow(-1, values.shape[-1] - key_length, key_length)
+            if values.device.type != "cpu" and bound_of_unread(state) is not None:
+                keys = key_positions(state, offset + 1 - key_length, key_length).ids
+                index = (keys - state.positions().ids + (key_length - 1)).clamp(min=0)
+                values, slopes = values[:, 0, :, 0, index].transpose(1, 2).unsqueeze(-2), [None] * len(biases)
+            rows = zip(biases, values.unbind(0), slopes, strict=True)
+            state.scratch.update({(*name, id(each)): (row, of_each) for each, row, of_each in rows})
+        return cast("tuple[Tensor, Tensor | None]", state.scratch[*name, id(bias)])
+
+    def _vector_of_layers(self, state: ForwardState, query_length: int, key_length: int, mask: Any) -> Tensor | None:
+        """The bias of all distances, `(heads, query_len + key_len - 1)`, computed with other layers for its gradient.
 
         Those of later keys are 0 if no query sees any. Without gradients each layer computes its own, so that rounding
         does not depend on whether positions have gaps.
@@ -232,24 +262,17 @@ class LogitSite(PlacedForward):
             count = query_length + key_length - 1
             return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
 
-        lengths = (query_length, key_length, unseen)
-        joined = state.together(self, "logit_bias", distances, *lengths)
-        if joined is None or not unseen:
-            return joined
-        key = ("with later keys", id(joined[0]))
-        return joined[0], state.shared(key, lambda: nn.functional.pad(joined[1], (0, unseen)), *lengths)
+        lengths = (query_length, key_length)
+        return cast("Tensor | None", state.together(self, "logit_bias", distances, *lengths, padding=unseen))
 
     def _form_of_counts(self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
         """The distance bias of few pairs whose positions have a bound."""
         repeated = self.encoding.repeats_bias
 
         def rows() -> Tensor:
-            if query_length == 1:
-                joined = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
-                biases = parts_of_kind(self, "logit_bias") if joined else [bias]
-                kept = kept_rows(biases, state, key_length)
-                if kept is not None:
-                    return kept[0][biases.index(bias)]
+            kept = self.kept_row(bias, state, key_length) if query_length == 1 else None
+            if kept is not None:
+                return kept[0]
             index, span = self._counted(state, query_length, key_length)
             distances = torch.arange(-span, span + 1, device=state.device)
             with without_autocast(distances.device):
@@ -325,40 +348,6 @@ def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor
         return per_head.transpose(0, 1)
 
     return RowsForm(compute, queries.shape[-1], keys.shape[-1], heads)
-
-
-def kept_rows(
-    biases: Sequence[DistanceBias], state: ForwardState, key_length: int
-) -> tuple[Tensor, list[Tensor | None]] | None:
-    """The biases of a single query that is the newest token, from values of twice the length that a cache keeps.
-
-    Returns:
-        `(layers, batch or 1, heads, 1, key_len)`, and the slopes of those that have any. `None` if they cannot be
-        kept: with gradients, in a compiled graph, without a cache, or if there are keys after the query, as in a static
-        cache.
-    """
-    kept: KeptValues | None = state.memo.get(KeptValues)
-    if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
-        return None
-
-    def compute() -> tuple[Tensor, list[Tensor | None]]:
-        replicas = [state.replica(bias) for bias in biases]
-        distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
-        slopes = [bias.slopes_behind(distances.device) if bias.states_slopes else None for bias in replicas]
-        return torch.stack([bias(distances) for bias in replicas])[:, None, :, None], slopes
-
-    key = ("kept rows", id(biases[0]), key_length, state.device)
-    known: tuple[Tensor, list[Tensor | None]] | None = state.scratch.get(key)
-    if known is None:
-        name = f"bias on {state.device}"
-        values, slopes = kept.of(biases, name, compute, lambda known: known[0].shape[-1] >= key_length)
-        values = values.narrow(-1, values.shape[-1] - key_length, key_length)
-        if values.device.type != "cpu" and bound_of_unread(state) is not None:
-            keys = key_positions(state, state.offset + 1 - key_length, key_length).ids
-            index = (keys - state.positions().ids + (key_length - 1)).clamp(min=0)
-            values, slopes = values[:, 0, :, 0, index].transpose(1, 2).unsqueeze(-2), [None] * len(biases)
-        known = state.scratch[key] = values, slopes
-    return known
 
 
 def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:

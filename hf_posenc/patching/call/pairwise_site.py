@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -178,9 +178,9 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, 
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
         if repeats and alone and (start, stop, key_count) == (0, *lengths):
-            joined = state.together(site, "logit_bias", lambda: (pairs,), *lengths)
+            joined: Tensor | None = state.together(site, "logit_bias", lambda: (pairs,), *lengths)
             if joined is not None:
-                return cast("Tensor", joined[1][joined[0][id(part)]])
+                return joined
         if repeats:
             return state.shared(("rows", id(part), start), lambda: evaluated(start, stop, key_count), stop, key_count)
         return evaluated(start, stop, key_count)
