@@ -14,7 +14,6 @@ UNBUILT: dict[str, str] = {
     "edgetam_video": _SESSION,
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
-    "layoutlmv2": "it needs detectron2, which is not on PyPI",
     "llama4": "in transformers 5.24 each forward of the stock model fails (its text model returns no image_outputs)",
     "sam2_video": _SESSION,
     "sam3_tracker_video": _SESSION,

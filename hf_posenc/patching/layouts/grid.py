@@ -257,10 +257,8 @@ def _reads_order_only(part: nn.Module) -> bool:
 
 def _reads_pixels(model: Any) -> bool:
     """Whether the only input of a `PreTrainedModel` is images or videos, so that its tokens are patches on a grid."""
-    if any(name.endswith("input_ids") for name in forward_parameters(type(model))):
+    if any(name.endswith("input_ids") for name in forward_parameters(type(model))) or reads_frames(model):
         return False  # The text part of a model may inherit the modalities of the whole.
-    if reads_frames(model):
-        return False
     modalities = model.input_modalities
     stated = {modalities} if isinstance(modalities, str) else set(modalities)
     return stated <= _PIXELS or _pixel_argument(model) is not None
@@ -291,9 +289,7 @@ def _channels(config: Any) -> int:
     return 1 if _reads_spectrogram(config) else first_int(config, ("num_channels", "in_channels", "in_chans"), 3)
 
 
-def _native_sizes(
-    projection: nn.Conv2d | nn.Conv3d | None, step: tuple[int, ...] | None, model: Any
-) -> tuple[int, ...] | None:
+def _native_sizes(projection: Any, step: tuple[int, ...] | None, model: Any) -> tuple[int, ...] | None:
     config = model.config
     if _reads_spectrogram(config):
         sizes = ((config.num_mel_bins, config.frequency_stride), (config.max_length, config.time_stride))

@@ -61,16 +61,12 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     f"where no query is compared with a key, and its layers add position vectors to queries and keys. {_BACKBONE}",
     _ADDING_DETECTORS: "each of its layers adds position vectors to what it projects to queries and keys, and not to "
     f"what it projects to values, and the queries of a decoder are objects, which have no places. {_BACKBONE}",
-    ("lightglue",): "its tokens are keypoints at real coordinates, which it rotates by, not patches with rows and "
-    "columns.",
-    ("superglue",): "its tokens are keypoints, and a network adds a vector that it computes from their real "
-    "coordinates. They are not patches with rows and columns.",
+    ("lightglue", "superglue"): "its tokens are keypoints, whose real coordinates it rotates by or encodes with a "
+    "network. They are not patches with rows and columns.",
     ("efficientloftr",): "the same attention compares the patches of a picture with each other, and then with those of "
     "another picture, to which they have no distance.",
     ("groupvit",): "its only attention outside of the two towers assigns patches to learned groups, which have no "
     "places. Patch one of the towers.",
-    ("edgetam",): "its picture passes through convolutions, and its only attention is between prompts, learned tokens "
-    "and the picture, in the decoder of masks.",
     ("gemma4_vision",): "its patches come with (x, y) coordinates in an argument of their own, and each axis is "
     "rotated by a separate call. Patch another part.",
     ("pix2struct_vision_model", "kosmos_2_5_vision_model"): "its patches come with their rows and columns as the first "
