@@ -54,8 +54,8 @@ def test_pooling_with_learned_queries_is_not_a_layer_of_self_attention() -> None
 
 def test_a_run_that_breaks_an_assertion_is_refused() -> None:
     model = tiny_model(pair_named("causal-bloom"))
-    broken = {"forward": Mock(side_effect=AssertionError("too small"))}
-    model.transformer.word_embeddings_layernorm = type("Broken", (nn.LayerNorm,), broken)(64)
+    broken = type("Broken", (nn.LayerNorm,), {"forward": Mock(side_effect=AssertionError("too small"))})
+    model.transformer.word_embeddings_layernorm = broken(64)
     with pytest.raises(UnsupportedError, match="AssertionError: too small"):
         patch_model(model, "none")
 
@@ -65,6 +65,5 @@ def test_timm_states_the_size_of_its_pictures_and_frames_are_a_series() -> None:
     vit = (("architecture", "vit_tiny_patch16_224"), ("model_args", PERCEPTION))
     (stack,) = Anatomy(tiny_model(Pair("vision", "timm_wrapper", "vit", vit))).stacks()
     assert stack.layout.native == (4, 4)
-    # One token of each frame, which another model reads.
     (stack,) = Anatomy(tiny_model(pair_named("video-pe_video_encoder"))).stacks(["video"])
     assert type(stack.layout).__name__ == "Series"

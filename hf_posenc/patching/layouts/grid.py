@@ -305,7 +305,7 @@ def _native_sizes(projection: Any, step: tuple[int, ...] | None, model: Any) -> 
 def _sides(model: Any) -> tuple[int, int] | None:
     """Height and width of an image in pixels, if the config states them, or a module that cuts patches (timm)."""
     size = getattr(model.config, "image_size", None) or getattr(model.config, "crop_size", None)
-    size = size or next((one.img_size for one in model.modules() if getattr(one, "img_size", None)), None)
+    size = size or next((part.img_size for part in model.modules() if getattr(part, "img_size", None)), None)
     stated = isinstance(size, int) or (isinstance(size, list | tuple) and len(size) >= 2)
     return sides(size) if stated else None
 

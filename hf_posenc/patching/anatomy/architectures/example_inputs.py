@@ -78,7 +78,7 @@ def wave_and_spectrogram(module: Any, tokens: int) -> dict[str, Any]:
 
 def _frames_of_a_video(module: Any, tokens: int) -> dict[str, Any]:
     """Frames of the size that a vision tower of timm accepts, and their sound."""
-    size = next(one.img_size for one in module.modules() if getattr(one, "img_size", None))
+    size = next(part.img_size for part in module.modules() if getattr(part, "img_size", None))
     given = {"pixel_values_videos": numbers(1, 8, 3, *sides(size))}
     return given | {"input_values": numbers(1, 1, SAMPLES)} if hasattr(module.config, "audio_config") else given
 
