@@ -12,7 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 from transformers.modeling_outputs import BaseModelOutput
 
 from .input_context import configs_in
-from .inputs import accepted, call, inputs_for, tensors_of
+from .inputs import accepted, call, inputs_for, running, tensors_of
 from .population import Pair
 from .shrinking import FIRST_TOKEN, VOCABULARY
 from .tiny import tiny_model
@@ -85,7 +85,7 @@ class Caller:
     def of_another_size(self) -> Tensor:
         """Outputs for pictures of another resolution, or longer or shorter sound."""
         inputs = self._inputs(size=1)
-        if "interpolate_pos_encoding" in accepted(type(self.model).forward):
+        if "interpolate_pos_encoding" in accepted(type(running(self.model)).forward):
             inputs["interpolate_pos_encoding"] = True
         return self.outputs(inputs)
 
@@ -115,7 +115,7 @@ class Caller:
         name = self.tokens_name
         length = self.inputs[name].shape[1]
         bounds = [0, *range(length - min(STEPS, length // 3), length + 1)]
-        parameters = accepted(type(self.model).forward)
+        parameters = accepted(type(running(self.model)).forward)
         memory: dict[str, Any] = {"use_mems": True} if "mems" in parameters else {"use_cache": True}
         if static and "mems" in parameters:
             raise TypeError("This architecture remembers in `mems` and takes no cache.")

@@ -34,7 +34,7 @@ from .findings import (
     attempt,
     refused_or_failed,
 )
-from .inputs import accepted, tensors_of
+from .inputs import accepted, running, tensors_of
 from .part_schemes import columns_of, is_tower, on_axes, schemes_of
 from .population import Pair
 from .shuffling import Shuffled
@@ -160,7 +160,7 @@ class Checker:
             yield "static", self._way("decoded", [way | {"static": True} for way in ways[::2]], logits)
         if self.part and caller.tokens_name != "input_ids":
             return
-        takes_ids = "position_ids" in accepted(type(self.model).forward)
+        takes_ids = "position_ids" in accepted(type(running(self.model)).forward)
         ways = [{"with_ids": True}, {"with_ids": False}] if takes_ids else [{"with_ids": False}]
         holding = [way for way in ways if self._holds(methodcaller("padded", **way), logits)]
         if self.part:

@@ -132,7 +132,9 @@ _RULES: dict[str, Rules] = {
     "omniasr omniasr_audio omniasr_ctc": _WAVE,
     "clap": {"input_features": normal(1, 64, 32)},
     "colmodernvbert modernvbert": {"pixel_values": tiles(1)},
-    "dac pe_audio pe_audio_encoder vibevoice_acoustic_tokenizer": _WAVE,
+    "dac higgs_audio_v2_tokenizer pe_audio pe_audio_encoder": _WAVE,
+    "pe_audio_video pe_audio_video_encoder vibevoice_acoustic_tokenizer": _WAVE,
+    "perception_lm": {"pixel_values": tiles(1)},
     "decision_transformer": {
         "states": lambda context: context.normal(context.batch, 8, context.config.state_dim),
         "actions": lambda context: context.normal(context.batch, 8, context.config.act_dim),

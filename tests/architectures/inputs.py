@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import input_exceptions, input_pictures, input_series, input_sounds, input_tokens
@@ -29,7 +29,7 @@ def inputs_for(model: PreTrainedModel, pair: Pair, *, seed: int = 7, size: int =
         seed: of the random contents.
         size: 0 for the size that the config names, 1 for another resolution or duration.
     """
-    context = Context(model, pair, torch.Generator().manual_seed(seed), size)
+    context = Context(running(model), pair, torch.Generator().manual_seed(seed), size)
     own = input_exceptions.RULES.get(pair.model_type, {})
     rules = {name: rule for name, rule in RULES.items() if name in context.parameters} | own
     # The number of placeholders follows from all other inputs.
@@ -62,9 +62,17 @@ def _followed(context: Context, name: str, rule: Rule) -> bool:
     return True
 
 
+def running(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, or the first one inside it that has a forward: some models only generate, through others."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((one for one in models if type(one).forward is not nn.Module.forward), model)
+
+
 def call(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     """One forward with arguments from `inputs_for`; the caller's tensors stay as they are."""
-    return model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()})
+    return running(model)(
+        **{name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    )
 
 
 def tensors_of(output: Any) -> list[Tensor]:

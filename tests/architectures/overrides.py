@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 #: A backbone that needs no package beside transformers.
@@ -18,6 +19,8 @@ _RESNET: dict[str, Any] = {
 _RESNET_LEVELS: dict[str, Any] = _RESNET | {
     "backbone_config": _RESNET["backbone_config"] | {"out_features": ["stage2", "stage3", "stage4"]}
 }
+#: A perception encoder of timm in a small size.
+PERCEPTION = {"embed_dim": 64, "depth": 2, "num_heads": 4, "patch_size": 4, "img_size": [16, 16]}
 #: Two tiles side by side; the whole picture, smaller, is a third one.
 TILES = [[16, 32], [32, 16]]
 
@@ -29,6 +32,34 @@ def _letters(number: int) -> str:
 
 #: By one or several model types.
 _BY_TYPES: dict[str, dict[str, Any]] = {
+    "edgetam_vision_model": {
+        "backbone_config": {"architecture": "repvit_m1"},
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+        "image_size": 64,
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "model_args": {"inference_mode": True, "layers": [1] * 5, "embed_dims": [16, 32, 32, 64, 64]},
+            "hidden_size": 128,
+            "image_size": 128,
+        }
+    },
+    "gemma3n_vision": {"model_args": {"channel_multiplier": 0.1}},
+    "higgs_audio_v2_tokenizer": {
+        "acoustic_model_config": {"downsampling_ratios": [8, 5, 4, 3, 2], "upsampling_ratios": [8, 5, 4, 3, 2]}
+    },
+    "pe_video_encoder": {"vision_config": {"image_size": 16, "model_args": PERCEPTION}},
+    "perception_lm": {
+        "vision_config": {"architecture": "vit_pe_core_large_patch14_336", "image_size": 16, "model_args": PERCEPTION}
+    },
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
+    "pp_ocrv5_server_det pp_ocrv6_medium_det": {
+        "intraclass_block_config": defaultdict(lambda: [1, 1, 0]),  # Kernel, stride and padding of each convolution.
+        "scale_factor_list": [1, 2, 4, 8],
+        "kernel_list": [3, 2, 2],
+    },
+    "timm_backbone": {"backbone": "resnet18"},
     "apertus1p5": {"image_token_offset": 16, "audio_token_offset": 48},
     "apertus1p5_vision_tokenizer": {"base_channels": 32, "channel_multiplier": [1, 2], "attn_resolutions": []},
     "aria": {"projector_patch_to_query_dict": {16: 4}},

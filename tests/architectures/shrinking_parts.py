@@ -28,6 +28,8 @@ _TOWERS = {
     ("embedding_gemma2", "vision_config"): "gemma4_vision",
     ("embedding_gemma2", "audio_config"): "gemma4_audio",
 }
+#: Models of timm, whose sizes follow from their names.
+_SIZES_BY_NAME = frozenset(("timm_wrapper", "timm_backbone", "gemma3n_vision"))
 _LAYERS = ("num_layers", "num_hidden_layers", "depth", "encoder_layers", "decoder_layers", "n_layer")
 
 
@@ -39,6 +41,8 @@ def shrunk_tree(config: PreTrainedConfig, special: dict[str, int] | None = None)
         special: ids of special tokens by name, shared by all configs of a model; filled on the way.
     """
     special = {} if special is None else special
+    if type(config).model_type in _SIZES_BY_NAME:
+        return OVERRIDES.get(type(config).model_type, {})
     parts = {name: part for name in type(config).sub_configs if (part := _sub_config(config, name)) is not None}
     known = {name: value for name, value in config.to_dict().items() if name not in type(config).sub_configs}
     given: dict[str, Any] = {}

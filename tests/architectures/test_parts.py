@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch import nn
 
 from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 
 from .calling import Caller
-from .population import pair_named
+from .overrides import PERCEPTION
+from .population import Pair, pair_named
+from .tiny import tiny_model
 
 
 @torch.no_grad()
@@ -36,3 +42,28 @@ def test_vectors_are_added_before_the_first_layer_of_nested_lists() -> None:
     stock = caller.outputs()
     patch_model(caller.model, "sinusoidal", axes=2)
     assert not torch.equal(caller.outputs(), stock)
+
+
+def test_pooling_with_learned_queries_is_not_a_layer_of_self_attention() -> None:
+    """The vision tower of PerceptionLM had it as its first layer, so no short run saw that `none` changed nothing."""
+    model = tiny_model(pair_named("causal-bloom"))
+    model.transformer.pool = type("AttentionPoolLatent", (nn.Linear,), {})(4, 4)
+    (stack,) = Anatomy(model).stacks()
+    assert [attention.path for attention in stack.attentions] == ["h.0.self_attention", "h.1.self_attention"]
+
+
+def test_a_run_that_breaks_an_assertion_is_refused() -> None:
+    model = tiny_model(pair_named("causal-bloom"))
+    broken = type("Broken", (nn.LayerNorm,), {"forward": Mock(side_effect=AssertionError("too small"))})
+    model.transformer.word_embeddings_layernorm = broken(64)
+    with pytest.raises(UnsupportedError, match="AssertionError: too small"):
+        patch_model(model, "none")
+
+
+def test_timm_states_the_size_of_its_pictures_and_frames_are_a_series() -> None:
+    pytest.importorskip("timm")
+    vit = (("architecture", "vit_tiny_patch16_224"), ("model_args", PERCEPTION))
+    (stack,) = Anatomy(tiny_model(Pair("vision", "timm_wrapper", "vit", vit))).stacks()
+    assert stack.layout.native == (4, 4)
+    (stack,) = Anatomy(tiny_model(pair_named("video-pe_video_encoder"))).stacks(["video"])
+    assert type(stack.layout).__name__ == "Series"

@@ -254,8 +254,16 @@ def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
     return ".".join(key)
 
 
+def reads_frames(model: Any) -> bool:
+    """Whether a model inside this one reads the pixels of a video, and makes one token of each frame."""
+    names = forward_parameters(type(model))
+    return "pixel_values_videos" in names and "input_ids" not in names and bool(type(model.config).sub_configs)
+
+
 def _modality_of(module: nn.Module) -> str:
     """The modality that a module reads, according to its forward or else to its class."""
+    if reads_frames(module):
+        return "video"
     parameters = forward_parameters(type(module))
     for name, part in _ARGUMENTS.items():
         if name in parameters:

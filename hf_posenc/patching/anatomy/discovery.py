@@ -108,6 +108,8 @@ def _reason_to_skip(path: str, attention: nn.Module, stack: Stack) -> str | None
     named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
     if named or getattr(attention, "is_cross_attention", False) is True:
         return CROSS_ATTENTION
+    if "AttentionPool" in type(attention).__name__:
+        return "it pools tokens with learned queries, which have no positions"
     for left_alone in (stack.kind.left_alone, stack.architecture.left_alone):
         if left_alone is not None and re.search(left_alone[0], path):
             return left_alone[1]

@@ -75,7 +75,7 @@ def run_briefly(
 def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
     try:
         return module(**arguments)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+    except Exception as error:
         # It is unknown what an architecture requires beyond its tokens, so any error may occur.
         if isinstance(error, PositionEncodingError):
             raise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack, reads_frames
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
 from hf_posenc.patching.anatomy.discovery import first_int
 from hf_posenc.patching.anatomy.native_scheme import Rotation
@@ -92,7 +92,7 @@ class Grid(Layout):
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
         step = sides(steps) if isinstance(steps, int) else steps
-        grid = cls(projection, step, _native_sizes(projection, step, config), suffix_tokens=suffix_tokens)
+        grid = cls(projection, step, _native_sizes(projection, step, stack.module), suffix_tokens=suffix_tokens)
         others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
         for path, module in modules:
             grid.tables.extend(_tables_of(path, module, others))
@@ -257,7 +257,7 @@ def _reads_order_only(part: nn.Module) -> bool:
 
 def _reads_pixels(model: Any) -> bool:
     """Whether the only input of a `PreTrainedModel` is images or videos, so that its tokens are patches on a grid."""
-    if any(name.endswith("input_ids") for name in forward_parameters(type(model))):
+    if any(name.endswith("input_ids") for name in forward_parameters(type(model))) or reads_frames(model):
         return False  # The text part of a model may inherit the modalities of the whole.
     modalities = model.input_modalities
     stated = {modalities} if isinstance(modalities, str) else set(modalities)
@@ -289,13 +289,12 @@ def _channels(config: Any) -> int:
     return 1 if _reads_spectrogram(config) else first_int(config, ("num_channels", "in_channels", "in_chans"), 3)
 
 
-def _native_sizes(
-    projection: nn.Conv2d | nn.Conv3d | None, step: tuple[int, ...] | None, config: Any
-) -> tuple[int, ...] | None:
+def _native_sizes(projection: Any, step: tuple[int, ...] | None, model: Any) -> tuple[int, ...] | None:
+    config = model.config
     if _reads_spectrogram(config):
         sizes = ((config.num_mel_bins, config.frequency_stride), (config.max_length, config.time_stride))
         return tuple((size - config.patch_size) // stride + 1 for size, stride in sizes)
-    sides, frames = _sides(config), _frames(config)
+    sides, frames = _sides(model), _frames(config)
     of_video = isinstance(projection, nn.Conv3d)
     if sides is None or step is None or (of_video and frames is None):
         return None
@@ -303,9 +302,10 @@ def _native_sizes(
     return tuple(count // size for count, size in zip(pixels, tuple(step)[-len(pixels) :], strict=True))
 
 
-def _sides(config: Any) -> tuple[int, int] | None:
-    """Height and width of an image in pixels, if the config states them."""
-    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
+def _sides(model: Any) -> tuple[int, int] | None:
+    """Height and width of an image in pixels, if the config states them, or a module that cuts patches (timm)."""
+    size = getattr(model.config, "image_size", None) or getattr(model.config, "crop_size", None)
+    size = size or next((part.img_size for part in model.modules() if getattr(part, "img_size", None)), None)
     stated = isinstance(size, int) or (isinstance(size, list | tuple) and len(size) >= 2)
     return sides(size) if stated else None
 
@@ -345,7 +345,7 @@ def _pixels(model: PreTrainedModel) -> dict[str, Any]:
     names = forward_parameters(type(model))
     if "grid_thw" in names:
         return _packed(model)
-    pixels, channels, frames = _sides(config) or (_SIDE, _SIDE), _channels(config), _frames(config)
+    pixels, channels, frames = _sides(model) or (_SIDE, _SIDE), _channels(config), _frames(config)
     shape = (1, channels, *pixels) if frames is None else (1, frames, channels, *pixels)
     given = {_name(model): numbers(*shape)}
     if "patch_attention_mask" in names:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Stack
+from hf_posenc.patching.anatomy.anatomy import Stack, reads_frames
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, first_int
@@ -108,7 +108,7 @@ class Series(Layout):
         parameters = forward_parameters(type(module))
         # The audio encoder of Phi-4 calls its frames `hidden_states`, of a width that its config states.
         frames = "hidden_states" in parameters and isinstance(getattr(module.config, "input_size", None), int)
-        return frames or any(name in parameters for name in FEATURES)
+        return frames or any(name in parameters for name in FEATURES) or reads_frames(module)
 
     @classmethod
     def find(cls, stack: Stack) -> Layout:

@@ -20,12 +20,16 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
 from hf_posenc.patching.anatomy.architectures.example_inputs import EXAMPLES
 from hf_posenc.patching.anatomy.architectures.mechanisms import MECHANISMS
 
-_DETECTORS = (
-    "conditional_detr", "d_fine", "dab-detr", "deformable_detr", "deimv2", "detr", "edgetam", "grounding-dino",
-    "lw_detr", "mask2former", "maskformer", "mm-grounding-dino", "omdet-turbo", "oneformer", "pp_doclayout_v2",
-    "pp_doclayout_v3", "pp_doclayout_v4", "rf_detr", "rt_detr", "rt_detr_v2", "sam3_detr_decoder", "sam3_detr_encoder",
+_SAMPLING_DETECTORS = (
+    "d_fine", "deformable_detr", "deimv2", "grounding-dino", "lw_detr", "mask2former", "mm-grounding-dino",
+    "omdet-turbo", "oneformer", "pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4", "rf_detr", "rt_detr",
+    "rt_detr_v2",
+)  # fmt: skip
+_ADDING_DETECTORS = (
+    "conditional_detr", "dab-detr", "detr", "maskformer", "sam3_detr_decoder", "sam3_detr_encoder",
     "sam3_lite_text_detr_decoder", "sam3_lite_text_detr_encoder", "table-transformer",
 )  # fmt: skip
+_BACKBONE = "Patch the backbone before it is put into the detector, if that is a vision transformer."
 #: Why no scheme can be placed in an architecture, by model types.
 _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ("mra",): "its attention is sparse or approximate, in a kernel for GPUs that transformers downloads. Without it, "
@@ -53,10 +57,16 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ),
     ("muse_glimmer_assistant",): "its keys include states of the model that it assists, and its arguments do not tell "
     "their places among its own tokens.",
-    _DETECTORS: "its layers add position vectors to queries and keys themselves, and attend to feature maps of several "
-    "sizes. Patch the backbone before it is put into the detector, if that is a vision transformer.",
-    ("lightglue", "superglue", "efficientloftr"): "its tokens are keypoints at real coordinates, which it rotates by, "
-    "not patches with rows and columns.",
+    _SAMPLING_DETECTORS: "it samples feature maps of several sizes at points that it predicts (deformable attention), "
+    f"where no query is compared with a key, and its layers add position vectors to queries and keys. {_BACKBONE}",
+    _ADDING_DETECTORS: "each of its layers adds position vectors to what it projects to queries and keys, and not to "
+    f"what it projects to values, and the queries of a decoder are objects, which have no places. {_BACKBONE}",
+    ("lightglue", "superglue"): "its tokens are keypoints, whose real coordinates it rotates by or encodes with a "
+    "network. They are not patches with rows and columns.",
+    ("efficientloftr",): "the same attention compares the patches of a picture with each other, and then with those of "
+    "another picture, to which they have no distance.",
+    ("groupvit",): "its only attention outside of the two towers assigns patches to learned groups, which have no "
+    "places. Patch one of the towers.",
     ("gemma4_vision",): "its patches come with (x, y) coordinates in an argument of their own, and each axis is "
     "rotated by a separate call. Patch another part.",
     ("pix2struct_vision_model", "kosmos_2_5_vision_model"): "its patches come with their rows and columns as the first "

@@ -76,6 +76,13 @@ def wave_and_spectrogram(module: Any, tokens: int) -> dict[str, Any]:
     return {"input_values": numbers(1, 1, SAMPLES), "input_features": numbers(1, SAMPLES // 320, bins)}
 
 
+def _frames_of_a_video(module: Any, tokens: int) -> dict[str, Any]:
+    """Frames of the size that a vision tower of timm accepts, and their sound."""
+    size = next(part.img_size for part in module.modules() if getattr(part, "img_size", None))
+    given = {"pixel_values_videos": numbers(1, 8, 3, *sides(size))}
+    return given | {"input_values": numbers(1, 1, SAMPLES)} if hasattr(module.config, "audio_config") else given
+
+
 #: The `example_inputs` of declarations, by the model types that they are for.
 EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
     # A text with cross-attention to the features of one image.
@@ -168,6 +175,7 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
         "input_ids": words(tokens),
         "t_cond": numbers(1, module.config.hidden_size),
     },
+    ("pe_video_encoder", "pe_audio_video_encoder"): _frames_of_a_video,
     ("pe_audio_encoder", "omniasr_audio"): lambda module, tokens: {"input_values": numbers(1, 1, SAMPLES)},
     ("voxtral_realtime_encoder",): lambda module, tokens: {
         "input_features": numbers(1, module.config.num_mel_bins, FRAMES)
