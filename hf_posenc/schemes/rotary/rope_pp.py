@@ -18,6 +18,7 @@ class RopePpMap(RotaryMap):
 
     symmetric = False
     whole_heads = True
+    reads_magnitude = False
 
     def __init__(self, config: RopePpConfig, context: BuildContext) -> None:
         super().__init__(config.frequencies(context), config.layout)
