@@ -372,6 +372,14 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
                 other(ids)
 
 
+@torch.no_grad()
+def test_no_advice_to_use_the_function_that_cannot_add_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", eager_attention_forward)
+    model = patched("llama_gqa", "alibi", attn_implementation="sdpa")
+    with pytest.raises(UnsupportedError, match=r'Use model.set_attn_implementation with "flex_attention" or "eager"'):
+        model(tokens(1, 8))
+
+
 def half_as_large(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     return tuple(x / 2 for x in apply_rotary_pos_emb(q, k, cos, sin))
 
