@@ -248,6 +248,8 @@ class PlacedForward(OfStack):
     encoding: LayerEncoding
     inner: Any = None
     retired = False
+    #: What an attention is declared to multiply its queries and its keys with, before or after its rotary function.
+    operand_factors: tuple[float, float] | None = None
 
     def __init__(self, module: Any, runtime: Any = None, encoding: Any = None) -> None:
         self.module = module

@@ -273,8 +273,11 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "of torch in a ViT": (lambda: with_layers_of_torch(tiny("ViTModel"), 1), IN_A_VIT),
     "of torch in a ViT, all": (lambda: with_layers_of_torch(tiny("ViTModel"), 0), IN_A_VIT),
     "layer": (lambda: llama("model.layers.1", Layer), r"input of layers\.1\.self_attn depends on the position"),
-    "after attention": (lambda: llama("model.layers.1", AfterAttention), "output of layers.1 depends on the position"),
-    "network": (lambda: llama("model.layers.0.mlp", Network), "output of layers.0 depends on the position"),
+    "after attention": (
+        lambda: llama("model.layers.1", AfterAttention),
+        r"output of a layer \(AfterAttention\) depends",
+    ),
+    "network": (lambda: llama("model.layers.0.mlp", Network), r"output of a layer \(LlamaDecoderLayer\) depends"),
     "embeddings": (lambda: llama("model.embed_tokens", Numbering), FIRST_INPUT),
     "outside": (lambda: llama("", Outside), FIRST_INPUT),
     "shared attention": (with_shared_attention, "used in several layers"),

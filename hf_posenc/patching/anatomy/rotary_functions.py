@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.forwards import is_of_transformers, unknown_seam, written_in
+from hf_posenc.patching.forwards import unknown_seam, written_in
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 #: Allowed error of an angle, and of an angle per position: tables are computed in float32.
@@ -256,17 +256,12 @@ def _pairing_with(width: int, function: Callable[..., Any]) -> Layout:
         expected[second, first], expected[first, second] = direction, -direction
         if torch.allclose(identity @ expected, quarter, atol=1e-6):
             return layout
+    name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
     raise unknown_seam(
-        f"The rotary function {_named(function)} does not rotate the pairs of a layout (half, interleaved), or does "
-        f"more than that: with cosine 1 and sine 0 it maps dimension 0 to {identity[:, 0].tolist()}, with cosine 0 and "
+        f"The rotary function {name} does not rotate the pairs of a layout (half, interleaved), or does more than "
+        f"that: with cosine 1 and sine 0 it maps dimension 0 to {identity[:, 0].tolist()}, with cosine 0 and "
         f"sine 1 to {quarter[:, 0].tolist()}. A scheme replaces it, and what else it does would be lost."
     )
-
-
-def _named(function: Callable[..., Any]) -> str:
-    """The name of a rotary function, with the module if that is not one of transformers."""
-    name, module = getattr(function, "__name__", str(function)), written_in(function)
-    return name if is_of_transformers(module) else f"{module}.{name}"
 
 
 def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float) -> Tensor:
@@ -296,7 +291,8 @@ def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float)
         ) from error
     query, key = output[:2] if isinstance(output, tuple) else (output, output)
     if not torch.equal(query, key):
-        raise unknown_seam(f"The rotary function {_named(function)} does not map queries and keys alike.")
+        name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
+        raise unknown_seam(f"The rotary function {name} does not map queries and keys alike.")
     return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)
 
 

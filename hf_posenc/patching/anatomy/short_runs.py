@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -294,13 +295,10 @@ class TokenOrder:
             layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
-            for path in filter(None, {_layer_path(attention.path) for attention in attentions}):
-                layer = stack.module.get_submodule(path)
-                if has_other_code(layer):
-                    check = functools.partial(self._leave_layer, path)
-                    handles.enter_context(layer.register_forward_hook(check))
             for layer in layers.values():
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
+                if has_other_code(layer):
+                    handles.enter_context(layer.register_forward_hook(self._leave_layer))
             for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
                 check = functools.partial(self._check_output, attention)
@@ -342,10 +340,10 @@ class TokenOrder:
         self._attended_in_order = isinstance(output, tuple)
         return self._reordered(rows, output, {})[0] if self._attended_in_order else None
 
-    def _leave_layer(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
+    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         rows = self._rows(output)
         if rows is not None and self._attended_in_order and self._is_positional(rows, strict=False):
-            self._note(f"the output of {path} depends on the position of tokens")
+            self._note(f"the output of a layer ({_code_of(layer)}) depends on the position of tokens")
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
         """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""
@@ -396,12 +394,8 @@ def _in_both_orders(name: str, value: Any) -> Any:
 
 def has_other_code(holder: nn.Module) -> bool:
     """Whether a module of a stack or a layer runs code from outside transformers, which may be in its decorators."""
-    pending: list[Any] = [type(module).forward for module in holder.modules()]
-    for forward in pending:
-        if not is_of_transformers(written_in(forward)):
-            return True
-        pending += [forward.__wrapped__] if hasattr(forward, "__wrapped__") else []
-    return False
+    forwards = [type(module).forward for module in holder.modules()]
+    return not all(is_of_transformers(written_in(code)) for code in (*forwards, *map(inspect.unwrap, forwards)))
 
 
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:

@@ -148,8 +148,6 @@ class AttentionSite(PairwiseSite):
     caches_wide_keys = True
     #: Whether replacing the rotary function may be the only change of a call, if it is for the scheme.
     may_only_rotate = False
-    #: What the module is declared to multiply its queries and its keys with, before or after its rotary function.
-    operand_factors: tuple[float, float] | None = None
     #: Whether a call has confirmed that the module leaves queries unchanged after rotating them.
     rotation_is_last = False
     #: Whether a call has confirmed that the scheme's map runs in place of the module's rotary function. Keys are then

@@ -62,7 +62,6 @@ class Rebound(PlacedForward):
 
     #: The attributes that hold the forwards.
     rebound: ClassVar[tuple[str, ...]] = ("_forward",)
-    operand_factors: tuple[float, float] | None = None
     _forward: Callable[..., Any]
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
@@ -95,10 +94,10 @@ class Rebound(PlacedForward):
         stated = getattr(self.module, "scaling", None)
         if not isinstance(stated, float) or isinstance(scaling, Tensor) or scaling != 1 or stated == 1:
             return 1.0, 1.0
-        reads_heads = getattr(self.encoding.logit_bias, "reads_heads", False) or (
-            getattr(self.encoding.query_key_map, "reads_magnitude", False)
-        )
-        if reads_heads and not is_of_transformers(written_in(inspect.unwrap(self._decorated))):
+        stated_by = (self.encoding.logit_bias, "reads_heads"), (self.encoding.query_key_map, "reads_magnitude")
+        if any(getattr(*flag, False) for flag in stated_by) and not is_of_transformers(
+            written_in(inspect.unwrap(self._decorated))
+        ):
             raise UnsupportedError(
                 f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
                 "with scaling=1. This scheme reads the numbers of queries and keys, and it is not known what they were "
