@@ -295,9 +295,10 @@ class TokenOrder:
             layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
+            other_code = has_other_code(stack.module)
             for layer in layers.values():
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
-                if has_other_code(layer):
+                if other_code:
                     handles.enter_context(layer.register_forward_hook(self._leave_layer))
             for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
@@ -394,8 +395,9 @@ def _in_both_orders(name: str, value: Any) -> Any:
 
 def has_other_code(holder: nn.Module) -> bool:
     """Whether a module of a stack or a layer runs code from outside transformers, which may be in its decorators."""
-    forwards = [type(module).forward for module in holder.modules()]
-    return not all(is_of_transformers(written_in(code)) for code in (*forwards, *map(inspect.unwrap, forwards)))
+    forwards = {type(module).forward for module in holder.modules()}
+    names = {written_in(code) for code in {*forwards, *map(inspect.unwrap, forwards)}}
+    return not all(map(is_of_transformers, names))
 
 
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:

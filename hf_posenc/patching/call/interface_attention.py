@@ -94,10 +94,9 @@ class Rebound(PlacedForward):
         stated = getattr(self.module, "scaling", None)
         if not isinstance(stated, float) or isinstance(scaling, Tensor) or scaling != 1 or stated == 1:
             return 1.0, 1.0
-        stated_by = (self.encoding.logit_bias, "reads_heads"), (self.encoding.query_key_map, "reads_magnitude")
-        if any(getattr(*flag, False) for flag in stated_by) and not is_of_transformers(
-            written_in(inspect.unwrap(self._decorated))
-        ):
+        reads = getattr(self.encoding.logit_bias, "reads_heads", False)
+        reads = reads or getattr(self.encoding.query_key_map, "reads_magnitude", False)
+        if reads and not is_of_transformers(written_in(inspect.unwrap(self._decorated))):
             raise UnsupportedError(
                 f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
                 "with scaling=1. This scheme reads the numbers of queries and keys, and it is not known what they were "
