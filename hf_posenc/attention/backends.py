@@ -128,9 +128,11 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
             )
         return _with_mask(call, merge_mask(call.mask, form.rows(), query.dtype))
     if not _takes_position_bias(function):
+        others = " or ".join(f'"{other}"' for other in ("sdpa", "flex_attention", "eager") if other != name)
         raise UnsupportedError(
-            f"The attention backend {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
-            'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
+            f"The attention backend {name!r} ({getattr(function, '__module__', '')}) has no position_bias parameter, "
+            f"so a logit bias would be ignored. Use model.set_attn_implementation with {others}. If you have "
+            f"registered {name!r}, give your function a parameter position_bias, which is added to the logits."
         )
     of_keys = isinstance(form, FusedForm) and form.vector is None
     if name == "flex_attention" and query.device.type != "cpu" and not of_keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
 #: Packages whose decorators and attention functions occur in stock models.
-_OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "hf_posenc")
+_OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "liger_kernel", "hf_posenc")
 
 
 def is_of_transformers(module_name: str) -> bool:
@@ -175,6 +176,42 @@ def registered_function(config: PreTrainedConfig) -> Any:
     return None if function is None or written_in(function).startswith("transformers") else function
 
 
+@torch.no_grad()
+def reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> bool:
+    """Whether an attention function depends on the order of the keys, for a query that sees all of them."""
+    weight = next(attention.parameters(), None)
+    if weight is None or weight.is_meta or not weight.is_floating_point() or torch.compiler.is_compiling():
+        return False
+    shape = (1, layer.num_key_value_heads, 3, layer.head_dim)
+    keys = torch.arange(math.prod(shape)).view(shape).sin().to(weight)
+    # As many queries as keys, because a function that is always causal may count from the first of both.
+    query = keys[:, :1, :1].expand(-1, layer.num_heads, 3, -1)
+    orders = (keys[:, :, [0, 1, 2]], keys[:, :, [1, 0, 2]])
+    first, other = (
+        function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
+    )
+    return not torch.allclose(first[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
+
+
+def globals_used(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """The global names in the code of the forwards of some modules: the globals, the name, and the value."""
+    codes = {inspect.unwrap(type(module).forward) for module in modules}
+    names = [(code.__globals__, name) for code in codes for name in code.__code__.co_names]
+    return [(namespace, name, namespace[name]) for namespace, name in names if name in namespace]
+
+
+def replaced_global(known: list[tuple[dict[str, Any], str, Any]]) -> str:
+    """The first of the `globals_used` that has another value now, with its module; empty if none has.
+
+    A rotary function may become that of a kernel: a scheme stands in for it anyway.
+    """
+    for namespace, name, before in known:
+        now = namespace.get(name)
+        if now is not before and not ("apply_rotary" in name and is_of_transformers(written_in(now))):
+            return f"{namespace['__name__']}.{name}"
+    return ""
+
+
 class OfStack:
     """Base class of objects that a scheme places in one module of a stack."""
 
@@ -211,6 +248,8 @@ class PlacedForward(OfStack):
     encoding: LayerEncoding
     inner: Any = None
     retired = False
+    #: What an attention is declared to multiply its queries and its keys with, before or after its rotary function.
+    operand_factors: tuple[float, float] | None = None
 
     def __init__(self, module: Any, runtime: Any = None, encoding: Any = None) -> None:
         self.module = module

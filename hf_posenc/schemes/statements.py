@@ -16,6 +16,7 @@ _STATEMENTS = {
     **dict.fromkeys(("reads_content", "reads_later_keys", "whole_heads"), ("forward",)),
     **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
     **dict.fromkeys(("angles_stay", "angles_of_own_token"), ("rotated", "angles", "places")),
+    "reads_magnitude": ("map_query", "map_key"),
     "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
 }
 #: The methods that parts state something about.

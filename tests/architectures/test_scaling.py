@@ -12,7 +12,7 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from hf_posenc import SchemeConfig, patch_model
 from hf_posenc.schemes import BuildContext, PairwiseBias, SchemeParts
-from hf_posenc.schemes.parts import LogitScale
+from hf_posenc.schemes.parts import LogitScale, QueryKeyMap
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 
 from ..thinning import mostly_slow
@@ -100,6 +100,45 @@ class DoubledConfig(SchemeConfig):
         return SchemeParts(logit_scale=Raised() if self.part == "raised" else Doubling())
 
 
+def bent(heads: Tensor) -> Tensor:
+    return heads * (1 + heads.abs())
+
+
+class BentMap(QueryKeyMap):
+    """Bends every number of a head, which no factor commutes with."""
+
+    whole_heads = True
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        return (positions.ids.float(),)
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        return bent(query)
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        return bent(key)
+
+
+class BentLogits(PairwiseBias):
+    """What `BentMap` changes in the logits."""
+
+    reads_heads = True
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        query, key = pairs.query.float() / pairs.query_factor, pairs.expanded_key.float() / pairs.key_factor
+        change = bent(query) @ bent(key).transpose(-1, -2) - query @ key.transpose(-1, -2)
+        return change * (pairs.scaling * pairs.query_factor * pairs.key_factor)
+
+
+@dataclass(frozen=True)
+class BentConfig(SchemeConfig):
+    name: ClassVar[str] = "bent_for_tests"
+    as_map: bool = True
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        return SchemeParts(query_key_map=BentMap()) if self.as_map else SchemeParts(logit_bias=BentLogits())
+
+
 def doubled(pair: Pair, part: str) -> Tensor:
     caller = Caller(pair)
     patch_model(caller.model, DoubledConfig(part))
@@ -124,6 +163,19 @@ def test_a_bias_is_told_what_was_multiplied(name: str, powers: tuple[float, ...]
     # Doubling is exact in floating point; sums behind it may be taken in another order.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (plain - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", mostly_slow(PLACES, lambda name: name not in ("seq2seq-mvp", "masked-flaubert")))
+@torch.no_grad()
+def test_a_map_gets_heads_without_the_factors_of_their_module(name: str) -> None:
+    found = []
+    for as_map in (True, False):
+        caller = Caller(pair_named(name))
+        for weight in caller.model.parameters():
+            weight.mul_(3)
+        patch_model(caller.model, BentConfig(as_map))
+        found.append(caller.outputs())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_a_scale_may_call_its_numbers_anything() -> None:

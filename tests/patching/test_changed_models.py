@@ -18,7 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from hf_posenc import (
     PositionEncodingError,
@@ -30,6 +31,8 @@ from hf_posenc import (
 from tests.kits.decoding import decoded
 from tests.matrix.running import distance, patched, tokens
 from tests.thinning import in_turn
+
+ROTARY = "apply_rotary_pos_emb"
 
 
 def own_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -250,13 +253,16 @@ def test_a_call_and_a_save_name_what_was_changed(cell: tuple[str, str], called: 
         model(ids, use_cache=False)
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+OF_A_CLASS = [(LlamaAttention, "forward"), (modeling_llama, "eager_attention_forward")]
+
+
+@pytest.mark.parametrize(("place", "scheme"), in_turn([*OF_A_CLASS, (modeling_llama, ROTARY)], ["alibi", "rope"]))
 @torch.no_grad()
-def test_a_forward_that_was_set_on_the_class_is_named(
-    scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_code_that_was_set_on_the_class_is_named(
+    place: tuple[Any, str], scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(1, 8)
-    monkeypatch.setattr(LlamaAttention, "forward", own_attention)
+    monkeypatch.setattr(*place, own_attention)
     for action in (lambda: model(ids), lambda: model.save_pretrained(tmp_path / "folder")):
         with pytest.raises(UnsupportedError, match="was replaced after patch_model"):
             action()
@@ -364,6 +370,44 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
         for other in (model, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)):
             with pytest.raises(UnsupportedError, match=f"'{name}' was registered by other code"):
                 other(ids)
+
+
+@torch.no_grad()
+def test_no_advice_to_use_the_function_that_cannot_add_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", eager_attention_forward)
+    model = patched("llama_gqa", "alibi", attn_implementation="sdpa")
+    with pytest.raises(UnsupportedError, match=r'Use model.set_attn_implementation with "flex_attention" or "eager"'):
+        model(tokens(1, 8))
+
+
+def half_as_large(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    return tuple(x / 2 for x in apply_rotary_pos_emb(q, k, cos, sin))
+
+
+def of_the_query(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    return apply_rotary_pos_emb(q, k, cos, sin)[0], k
+
+
+def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """Another way to write the rotation of transformers, as in a kernel."""
+    halves = torch.complex(*(x.float() for x in (cos, sin)))[:, None, :, : q.shape[-1] // 2]
+    turned = (torch.view_as_complex(x.float().unflatten(-1, (2, -1)).mT.contiguous()) * halves for x in (q, k))
+    return tuple(torch.view_as_real(x).mT.flatten(-2).to(q.dtype) for x in turned)
+
+
+@torch.no_grad()
+def test_a_rotary_function_of_other_code_is_a_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheme replaces it, and what else it does."""
+    ids = tokens(1, 8)
+    for function in (half_as_large, of_the_query):
+        monkeypatch.setattr(modeling_llama, ROTARY, function)
+        for scheme in ("alibi", "rope", "native"):
+            with pytest.raises(UnsupportedError, match=f"The rotary function {__name__}.{function.__name__} does"):
+                patched("llama_gqa", scheme)
+    monkeypatch.undo()
+    stock = patched("llama_gqa", None)(ids).logits
+    monkeypatch.setattr(modeling_llama, ROTARY, interleaved)
+    assert distance(patched("llama_gqa", "native")(ids).logits, stock) <= 1e-4
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "fire", "ssmax", "pope", "forget_gate"])

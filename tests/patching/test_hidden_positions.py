@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import (
     ALL_ATTENTION_FUNCTIONS,
     LlamaAttention,
     LlamaDecoderLayer,
+    LlamaMLP,
     apply_rotary_pos_emb,
     eager_attention_forward,
     rotate_half,
@@ -200,6 +201,17 @@ class Layer(LlamaDecoderLayer):
         return super().forward(hidden_states + places, **kwargs)
 
 
+class AfterAttention(LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        places = torch.arange(hidden_states.shape[1]).sin().unsqueeze(-1).to(hidden_states.dtype)
+        return super().forward(hidden_states, **kwargs) + 4 * places
+
+
+class Network(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + torch.arange(x.shape[1]).cos().unsqueeze(-1).to(x.dtype)
+
+
 def own_function(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
     places = torch.arange(key.shape[2])
     near = -(places - places[-query.shape[2] :].unsqueeze(1)).abs().to(query.dtype)
@@ -261,6 +273,11 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "of torch in a ViT": (lambda: with_layers_of_torch(tiny("ViTModel"), 1), IN_A_VIT),
     "of torch in a ViT, all": (lambda: with_layers_of_torch(tiny("ViTModel"), 0), IN_A_VIT),
     "layer": (lambda: llama("model.layers.1", Layer), r"input of layers\.1\.self_attn depends on the position"),
+    "after attention": (
+        lambda: llama("model.layers.1", AfterAttention),
+        r"output of a layer \(AfterAttention\) depends",
+    ),
+    "network": (lambda: llama("model.layers.0.mlp", Network), r"output of a layer \(LlamaDecoderLayer\) depends"),
     "embeddings": (lambda: llama("model.embed_tokens", Numbering), FIRST_INPUT),
     "outside": (lambda: llama("", Outside), FIRST_INPUT),
     "shared attention": (with_shared_attention, "used in several layers"),

@@ -169,7 +169,7 @@ OTHERS = ["alibi", "repo", "ssmax", "rope", "fire"]
 
 
 def test_factors_of_queries_that_other_code_multiplies_are_unknown() -> None:
-    for scheme in READING:
+    for scheme in [*READING, "pope"]:
         model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
         for layer in model.model.layers:
             layer.self_attn.__class__ = OwnInterface

@@ -31,6 +31,7 @@ from hf_posenc.patching.forwards import (
     is_of_transformers,
     names_used,
     unknown_seam,
+    written_in,
 )
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -135,13 +136,17 @@ def read_attentions(stack: Stack) -> list[AttentionLayer]:
 def _read_self_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
     config, architecture = stack.module.config, stack.architecture
     attention = _read_attention(path, module, stack, order)
+    rotary = functions_called(inspect.unwrap(type(module).forward))
+    for function in rotary.values():
+        if architecture.pairing is None and not is_of_transformers(written_in(function)):
+            pairing(function)
     layer_types = getattr(config, "layer_types", None)
     layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
     if layer_type is None and layer_types and attention.layer < len(layer_types):
         layer_type = layer_types[attention.layer]
     return dataclasses.replace(
         attention,
-        rotary_functions=[*functions_called(inspect.unwrap(type(module).forward))],
+        rotary_functions=[*rotary],
         num_cached_heads=min(first_int(module, _KEY_HEADS) or attention.num_cached_heads, attention.num_cached_heads),
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, stack),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.forwards import unknown_seam
+from hf_posenc.patching.forwards import unknown_seam, written_in
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 #: Allowed error of an angle, and of an angle per position: tables are computed in float32.
@@ -234,28 +234,33 @@ def pairing(function: Callable[..., Any]) -> Layout:
     """
     try:
         return _pairing_with(_PROBE_DIM, function)
-    except UnsupportedError:
-        return _pairing_with(_PROBE_DIM // 2, function)
+    except UnsupportedError as error:
+        try:
+            return _pairing_with(_PROBE_DIM // 2, function)
+        except UnsupportedError:
+            raise error from None
 
 
 def _pairing_with(width: int, function: Callable[..., Any]) -> Layout:
     """`pairing` with phases of one width."""
     identity, quarter = _probe(function, width, 1.0, 0.0), _probe(function, width, 0.0, 1.0)
-    image = torch.linalg.solve(identity, quarter)[:, 0]
-    half = _PROBE_DIM // 2
-    layouts: tuple[tuple[Layout, int, float], ...] = (
-        ("half", half, 1.0),
-        ("half_reversed", half, -1.0),
-        ("interleaved", 1, 1.0),
+    is_permutation = torch.equal(identity @ identity.T, torch.eye(_PROBE_DIM)) and bool((identity >= 0).all())
+    places, half = torch.arange(_PROBE_DIM), _PROBE_DIM // 2
+    layouts: tuple[tuple[Layout, Tensor, float], ...] = (
+        ("half", places.view(2, half), 1.0),
+        ("half_reversed", places.view(2, half), -1.0),
+        ("interleaved", places.view(half, 2).T, 1.0),
     )
-    for layout, partner, direction in layouts:
-        expected = torch.zeros(_PROBE_DIM)
-        expected[partner] = direction
-        if torch.allclose(image, expected, atol=1e-6):
+    for layout, (first, second), direction in layouts if is_permutation else ():
+        expected = torch.zeros(_PROBE_DIM, _PROBE_DIM)
+        expected[second, first], expected[first, second] = direction, -direction
+        if torch.allclose(identity @ expected, quarter, atol=1e-6):
             return layout
+    name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
     raise unknown_seam(
-        f"The rotary function {getattr(function, '__name__', function)} maps dimension 0 to {image.tolist()}, which is "
-        "neither the half nor the interleaved pairing."
+        f"The rotary function {name} does not rotate the pairs of a layout (half, interleaved), or does more than "
+        f"that: with cosine 1 and sine 0 it maps dimension 0 to {identity[:, 0].tolist()}, with cosine 0 and "
+        f"sine 1 to {quarter[:, 0].tolist()}. A scheme replaces it, and what else it does would be lost."
     )
 
 
@@ -284,7 +289,10 @@ def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float)
             f"The rotary function {getattr(function, '__name__', function)}({', '.join(call.parameters)}) could not be "
             f"called with {', '.join(arguments)} ({error}), so its pairing is unknown."
         ) from error
-    query = output[0] if isinstance(output, tuple) else output
+    query, key = output[:2] if isinstance(output, tuple) else (output, output)
+    if not torch.equal(query, key):
+        name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
+        raise unknown_seam(f"The rotary function {name} does not map queries and keys alike.")
     return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack, layout_of
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.sites import AttentionLayer
-from hf_posenc.patching.forwards import forward_parameters
+from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, written_in
 from hf_posenc.preserve import without_trace
 
 if TYPE_CHECKING:
@@ -263,7 +264,8 @@ class TokenOrder:
 
     In front of every layer, and of its attention, the second row becomes the first in the other order, because
     the layers before may have distinguished tokens by what they see. Without positions, attention then computes
-    the same output for the last token, and bidirectional attention for all tokens.
+    the same output for the last token, and bidirectional attention for all tokens. A layer with code from outside
+    transformers then gets the output of its first row in both orders, and may only treat all tokens alike.
 
     Which keys sparse attention reads may depend on their order, so a run of a stack that has some ends at the input of
     its first layer.
@@ -280,7 +282,7 @@ class TokenOrder:
         self.stack = stack
         self.strict = strict
         self.problem = ""
-        self._embedded = self._in_order = False
+        self._embedded = self._in_order = self._attended_in_order = False
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -293,8 +295,11 @@ class TokenOrder:
             layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
+            other_code = has_other_code(stack.module)
             for layer in layers.values():
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
+                if other_code:
+                    handles.enter_context(layer.register_forward_hook(self._leave_layer))
             for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
                 check = functools.partial(self._check_output, attention)
@@ -310,6 +315,7 @@ class TokenOrder:
         if self.stack.sparse:
             raise _SeenError
         self._embedded = True
+        self._attended_in_order = False
         self._in_order = rows is not None
         return self._reordered(rows, args, kwargs)
 
@@ -322,16 +328,23 @@ class TokenOrder:
 
     def _check_output(
         self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> None:
+    ) -> Any:
         rows = self._rows(output)
         if rows is None or has_convolution(module) or not sees_all(attention, self.stack):
-            return
+            return None
         # A model may run the layers of a decoder in both directions, and say so in their attributes.
         causal = attention.causal or bool(kwargs.get("is_causal"))
         causal = causal or any(map(_hides_later_keys, (*args, *kwargs.values())))
         first = rows[0, -1:] if causal else rows[0, -_LENGTH:][ORDER]
         if distance(first, rows[1, -first.shape[0] :]) > 0:
             self._note(f"the output of {attention.path} ({_code_of(module)}) depends on the order of tokens")
+        self._attended_in_order = isinstance(output, tuple)
+        return self._reordered(rows, output, {})[0] if self._attended_in_order else None
+
+    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        rows = self._rows(output)
+        if rows is not None and self._attended_in_order and self._is_positional(rows, strict=False):
+            self._note(f"the output of a layer ({_code_of(layer)}) depends on the position of tokens")
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
         """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""
@@ -378,6 +391,13 @@ def _in_both_orders(name: str, value: Any) -> Any:
         axis = 1 if value.shape[1] == _LENGTH else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))
     return torch.cat([value, other])
+
+
+def has_other_code(holder: nn.Module) -> bool:
+    """Whether a module of a stack or a layer runs code from outside transformers, which may be in its decorators."""
+    forwards = {type(module).forward for module in holder.modules()}
+    names = {written_in(code) for code in {*forwards, *map(inspect.unwrap, forwards)}}
+    return not all(map(is_of_transformers, names))
 
 
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:

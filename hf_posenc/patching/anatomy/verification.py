@@ -27,12 +27,13 @@ from hf_posenc.patching.anatomy.short_runs import (
     distance,
     embedded,
     has_convolution,
+    has_other_code,
     in_both_orders,
     run_briefly,
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.forwards import is_of_transformers, registered_function, written_in
+from hf_posenc.patching.forwards import registered_function
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -112,7 +113,9 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
     text = [stack for stack in stacks if stack.layout.takes_tokens]
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
-    silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
+    silenced = [
+        stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack.module))
+    ]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text:
@@ -125,7 +128,9 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
                         _refuse_order_of_tokens(anatomy, group)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
-                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in group):
+                    if any(
+                        _nothing_found(stack) or _is_silenced(stack) or has_other_code(stack.module) for stack in group
+                    ):
                         raise
 
 
@@ -157,11 +162,6 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
             original, other = results[0]
             if distance(original[:, -1:], other[:, -1:]) > 0:
                 raise _acting_nevertheless(stack, "the output of its first attention layer depends on token order")
-
-
-def has_other_code(stack: Stack) -> bool:
-    """Whether a module of a stack runs code from outside transformers."""
-    return any(not is_of_transformers(written_in(type(module).forward)) for module in stack.module.modules())
 
 
 def _is_silenced(stack: Stack) -> bool:

@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticLayer
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
 from hf_posenc.attention.key_channels import append_features, features_of, split_features, width_with_features
-from hf_posenc.attention.scores import ScoresMode
+from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
@@ -266,6 +266,8 @@ class AttentionSite(PairwiseSite):
         if query_key_map.width_factor != 1:
             # The code that follows, for example a norm, may depend on the width.
             return False
+        if self.operand_factors is not None and query_key_map.reads_magnitude:
+            return False
         if second is None:
             # A function that is called once for each tensor does not reveal whether it was given a query or a key.
             return query_key_map.symmetric and not query_key_map.whole_heads
@@ -327,8 +329,13 @@ class AttentionSite(PairwiseSite):
             CHANGED_QUERIES.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         self.rotation_is_last = True
 
-    def map_before_kernel(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps queries and keys just before the kernel, unless they were mapped in the rotary function or the cache."""
+    def map_before_kernel(
+        self, call: LayerCall, query: Tensor, key: Tensor, factors: tuple[Factor, Factor] = (1.0, 1.0)
+    ) -> tuple[Tensor, Tensor]:
+        """Maps queries and keys just before the kernel, unless they were mapped in the rotary function or the cache.
+
+        They contain `factors`, without which a map that reads magnitudes gets them.
+        """
         query_key_map = self.encoding.query_key_map
         if query_key_map is None or call.rotations:
             return query, key
@@ -344,8 +351,9 @@ class AttentionSite(PairwiseSite):
             # caller are checked, and those in a cache recorded, where the positions of keys are computed.
             same = not traced() and query.dtype == key.dtype and lengths[0] == lengths[1]
             same = same and state.position_ids is None and state.cache_object is None
-            key = replica.map_key(key, prepared if same else self.key_phases(state, *lengths))
-        return replica.map_query(query, prepared), key
+            phases = prepared if same else self.key_phases(state, *lengths)
+            key = without_factor(replica, replica.map_key, key, phases, factors[1])
+        return without_factor(replica, replica.map_query, query, prepared, factors[0]), key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
         """Raises UnsupportedError for keys that were not mapped before they were written to pages."""
@@ -369,6 +377,8 @@ class AttentionSite(PairwiseSite):
             return key
         whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
+            return key
+        if query_key_map.reads_magnitude and self.operand_factors is not None:
             return key
         call.keys_mapped = True
         replica, prepared = self.prepared(call.state, key)
@@ -457,6 +467,15 @@ def _of_transforms(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def without_factor(
+    query_key_map: QueryKeyMap, mapped: Callable[..., Tensor], heads: Tensor, phases: Any, factor: Factor
+) -> Tensor:
+    """Maps heads as if they had not been multiplied with a factor, which the result has again."""
+    if not query_key_map.reads_magnitude or (not isinstance(factor, Tensor) and factor == 1):
+        return mapped(heads, phases)
+    return mapped(heads / factor, phases) * factor
 
 
 def with_batch(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.attention_site import CacheUpdateHook, LayerCall
+from hf_posenc.patching.call.attention_site import CacheUpdateHook, LayerCall, without_factor
 from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
@@ -94,7 +94,8 @@ class CrossAttention(Rebound):
         if query_key_map is not None:
             replica = state.replica(query_key_map)
             phases = state.shared(("cross query phases", id(query_key_map)), lambda: replica.phases(state.positions()))
-            query = replica.map_query(query, phases)
+            factor = self.factors_before(kwargs.get("scaling"))[0]
+            query = without_factor(replica, replica.map_query, query, phases, factor)
             if not call.keys_mapped:
                 key = self._mapped_keys(state, key)
         if bias is None:

@@ -87,6 +87,30 @@ class Rebound(PlacedForward):
     def _with_globals(self, replaced: dict[str, Any]) -> types.FunctionType:
         return in_decorators(self._decorated, rebind(inspect.unwrap(self._decorated), replaced))
 
+    def factors_before(self, scaling: float | Tensor | None) -> tuple[float, float]:
+        """What the module has multiplied its queries and its keys with, if its kernel multiplies by `scaling`."""
+        if self.operand_factors is not None:
+            return self.operand_factors
+        stated = getattr(self.module, "scaling", None)
+        if not isinstance(stated, float) or isinstance(scaling, Tensor) or scaling != 1 or stated == 1:
+            return 1.0, 1.0
+        reads = getattr(self.encoding.logit_bias, "reads_heads", False)
+        reads = reads or getattr(self.encoding.query_key_map, "reads_magnitude", False)
+        if reads and not is_of_transformers(written_in(inspect.unwrap(self._decorated))):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
+                "with scaling=1. This scheme reads the numbers of queries and keys, and it is not known what they were "
+                "multiplied with before. Pass the factor as scaling, or declare it with hf_posenc.register_architecture"
+                f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
+            )
+        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
+        return stated, 1.0
+
+    @property
+    def default_scaling(self) -> float:
+        """The factor of `query . key` in a kernel that is given none."""
+        return self.encoding.head_dim**-0.5
+
 
 class InterfaceAttention(Rebound, AttentionSite):
     """An attention module that uses `ALL_ATTENTION_FUNCTIONS`.
@@ -252,7 +276,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             key, value = read_pages(key, value, self.module.layer_idx, kwargs)
             self.require_mapped_pages(call)
         if self.encoding.query_key_map is not None and not call.rotations:
-            query, key = self.map_before_kernel(call, query, key)
+            query, key = self.map_before_kernel(call, query, key, self.factors_before(kwargs.get("scaling")))
         call.writes_pages = paged
         if POSITION_BIAS in kwargs or kwargs.get("scaling") is None:
             attention_mask = self._complete(query, attention_mask, kwargs)
@@ -372,30 +396,6 @@ class InterfaceAttention(Rebound, AttentionSite):
                 "passed and is_causal is False. Some versions of transformers omit the mask of a decoder. Load the "
                 "model with attn_implementation='eager', or use another version of transformers."
             )
-
-    def factors_before(self, scaling: float | Tensor) -> tuple[float, float]:
-        """What the module has multiplied its queries and its keys with, if its kernel multiplies by `scaling`."""
-        if self.operand_factors is not None:
-            return self.operand_factors
-        stated = getattr(self.module, "scaling", None)
-        if not isinstance(stated, float) or isinstance(scaling, Tensor) or scaling != 1 or stated == 1:
-            return 1.0, 1.0
-        if getattr(self.encoding.logit_bias, "reads_heads", False) and not is_of_transformers(
-            written_in(inspect.unwrap(self._decorated))
-        ):
-            raise UnsupportedError(
-                f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
-                "with scaling=1. The bias of this scheme reads queries and keys, and it is not known what they were "
-                "multiplied with before. Pass the factor as scaling, or declare it with hf_posenc.register_architecture"
-                f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
-            )
-        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
-        return stated, 1.0
-
-    @property
-    def default_scaling(self) -> float:
-        """The factor of `query . key` in a kernel that is given none."""
-        return self.encoding.head_dim**-0.5
 
 
 class InterfaceReplacement:

@@ -76,7 +76,7 @@ class ScoresAttention(AttentionSite):
             heads = whole, key.reshape(whole.shape[0], -1, *key.shape[-2:])
             self.check_head_count(heads[0])
             self.check_rotated(call, heads[0])
-            heads = self.map_before_kernel(call, *heads)
+            heads = self.map_before_kernel(call, *heads, (mode.query_factor, mode.key_factor))
             seen[:] = [heads]
             if encoding.rotates_by_input:
                 heads = self.rotated_by_input(call, *heads)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,19 +22,32 @@ from hf_posenc.patching.anatomy.anatomy import Stack, modules_by_stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
-from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
+from hf_posenc.patching.forwards import (
+    PlacedForward,
+    forward_on_instance,
+    globals_used,
+    leads_to,
+    reads_places,
+    registered_function,
+    remove_hook,
+    replaced_global,
+)
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.statements import STATED_METHODS, overlooked
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding
+    from hf_posenc.patching.place.encoding import StackEncoding
     from hf_posenc.patching.place.record import Journal
 
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"
 #: Training calls that a module may miss in a row. A module dropped in 9 of 10 calls does so once in 40,000 times.
 _MISSED_IN_TRAINING = 100
+_REPLACED = (
+    "was replaced after patch_model, and the scheme was placed in the code that it had before. Restore it. Or call "
+    "patch_model again, which examines the new code, and refuses it if a scheme would bypass it."
+)
 
 
 class StackRecord:
@@ -75,6 +87,7 @@ class StackRecord:
         self.frozen: list[nn.Parameter] = []
         self._reset()
         self._class_forwards: dict[int, Any] = {id(module): type(module).forward for module in self.stack.modules()}
+        self._globals = globals_used([*self.attentions, *self.across])
 
     def _reset(self) -> None:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
@@ -95,7 +108,7 @@ class StackRecord:
         return {name: value for name, value in self.__dict__.items() if name[0] != "_" and name not in without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, new=[])
+        self.__dict__.update(state, new=[], _globals=[])
         self._reset()
 
     def check(self) -> None:
@@ -200,11 +213,9 @@ class StackRecord:
                     "scheme, call unpatch_model first."
                 )
             if self._class_forwards.get(id(module), type(module).forward) is not type(module).forward:
-                return (
-                    f"{type(module).__name__}.forward was replaced after patch_model, and the scheme was placed in the "
-                    "code that it had before. Restore it. Or call patch_model again, which examines the new code, and "
-                    "refuses it if a scheme would bypass it."
-                )
+                return f"{type(module).__name__}.forward {_REPLACED}"
+        if other := replaced_global(self._globals):
+            return f"{other} {_REPLACED}"
         if self.first_layer is not None and not self._begins_with(self.first_layer, present):
             return (
                 f"The scheme adds positions at the input of a {type(self.first_layer).__name__} that is no longer the "
@@ -213,7 +224,7 @@ class StackRecord:
             )
         function = registered_function(self.stack.config)
         if function not in (None, self.function):
-            if _reads_places(function, self.attentions[0], self.encoding.layers[0]):
+            if reads_places(function, self.attentions[0], self.encoding.layers[0]):
                 return (
                     f"The attention function {self.stack.config._attn_implementation!r} was registered by other code, "
                     "and its result depends on the order of keys. It has positions of its own, which would act next to "
@@ -361,6 +372,9 @@ class StackRecord:
         for attributes, hooks, others, number in self._parts:
             if len(attributes) + len(hooks) + len(others) != number:
                 return False
+        for namespace, name, before in self._globals:
+            if namespace.get(name) is not before:
+                return False
         settings = self.stack.config.__dict__
         for name, value in self._settings.items():
             if settings.get(name) != value:
@@ -383,6 +397,7 @@ class StackRecord:
         for part in parts:
             hooks = part._forward_pre_hooks, part._forward_hooks
             self._parts.append((part.__dict__, *hooks, len(part.__dict__) + sum(map(len, hooks))))
+        self._globals = globals_used([*self.attentions, *self.across])
         settings = self.stack.config.__dict__
         self._settings = {name: copy.deepcopy(settings[name]) for name in (*self.fields, _BACKEND) if name in settings}
         self._number_of_fields = len(settings)
@@ -476,23 +491,6 @@ def number_of(record: Any) -> int:
 def answer_of(number: int, question: str, *about: int) -> Any:
     """The result of a method of a record. It becomes a constant of a graph, which is retraced if the modules change."""
     return getattr(_records[number], question)(*about)
-
-
-@torch.no_grad()
-def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> bool:
-    """Whether an attention function depends on the order of the keys, for a query that sees all of them."""
-    weight = next(attention.parameters(), None)
-    if weight is None or weight.is_meta or not weight.is_floating_point() or torch.compiler.is_compiling():
-        return False
-    shape = (1, layer.num_key_value_heads, 3, layer.head_dim)
-    keys = torch.arange(math.prod(shape)).view(shape).sin().to(weight)
-    # As many queries as keys, because a function that is always causal may count from the first of both.
-    query = keys[:, :1, :1].expand(-1, layer.num_heads, 3, -1)
-    orders = (keys[:, :, [0, 1, 2]], keys[:, :, [1, 0, 2]])
-    first, other = (
-        function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
-    )
-    return not torch.allclose(first[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
 def is_attention_site(module: nn.Module) -> bool:

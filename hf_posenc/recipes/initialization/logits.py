@@ -96,6 +96,8 @@ def recorded_heads(
 ) -> list[AttentionPairs]:
     """Runs a part of a patched model on a sample and returns the inputs of the logits of each layer, before any map.
 
+    Queries and keys are without the factors that their architecture multiplies them with; `scaling` contains them.
+
     Args:
         anatomy: of a model that is patched with `encoding`. Dropout is disabled during the run, and the mode of every
             module is restored.
@@ -119,7 +121,12 @@ def recorded_heads(
             known = inspect.signature(type(module).forward).parameters
             inputs: dict[str, Any] = {name: sample for name in ("input_ids", "decoder_input_ids") if name in known}
             module(**inputs, **({"use_cache": False} if hasattr(module.config, "use_cache") else {}))
-    return [dataclasses.replace(bias.pairs, query=recorder.query, key=recorder.key) for recorder, bias in recorders]
+    recorded = []
+    for recorder, bias in recorders:
+        scaling = bias.pairs.scaling * bias.pairs.query_factor * bias.pairs.key_factor
+        heads = {"query": recorder.query, "key": recorder.key, "scaling": scaling}
+        recorded.append(dataclasses.replace(bias.pairs, **heads, query_factor=1.0, key_factor=1.0))
+    return recorded
 
 
 @torch.no_grad()
@@ -135,8 +142,7 @@ def mean_logits(parts: SchemeParts, heads: AttentionPairs, causal: bool) -> Tens
         `(heads, distances)` float32; distance is key position minus query position, from `1 - length` up to 0, or to
         `length - 1` in a bidirectional layer.
     """
-    factors = (heads.scaling, heads.query_factor, heads.key_factor)
-    logits = positional_logits(parts, heads.query, heads.key, heads.keys, heads.hidden_states, *factors).float()
+    logits = positional_logits(parts, heads.query, heads.key, heads.keys, heads.hidden_states, heads.scaling).float()
     mean, length = logits.mean(0), logits.shape[-1]
     distances = range(1 - length, 1 if causal else length)
     return torch.stack([mean.diagonal(distance, dim1=-2, dim2=-1).mean(-1) for distance in distances], dim=-1)

@@ -52,6 +52,7 @@ class RotaryMap(QueryKeyMap):
 
     rotary_dim: int
     turns_by_frequencies = True
+    reads_magnitude = False
 
     def __init__(self, inverse_frequencies: Tensor, layout: str, attention_scaling: float = 1.0) -> None:
         super().__init__()

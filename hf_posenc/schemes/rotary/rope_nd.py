@@ -38,6 +38,7 @@ class CoordinateRotaryMap(RotaryMap):
     """
 
     reads_coordinates = True
+    reads_magnitude = False
 
     def __init__(self, frequencies: Tensor, layout: str, scheme: str, config: RopeNdConfig | None = None) -> None:
         super().__init__(frequencies, "half" if layout == "half_by_axis" else layout)

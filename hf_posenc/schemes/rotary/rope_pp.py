@@ -19,6 +19,7 @@ class RopePpMap(RotaryMap):
     symmetric = False
     whole_heads = True
     heads_together = 2
+    reads_magnitude = False
 
     def __init__(self, config: RopePpConfig, context: BuildContext) -> None:
         super().__init__(config.frequencies(context), config.layout)

@@ -31,6 +31,7 @@ class RotationInBasis(QueryKeyMap):
     """
 
     rotary_dim: int
+    reads_magnitude = False
 
     def __init__(self, rotation: RotaryMap, num_key_heads: int | None) -> None:
         super().__init__()
