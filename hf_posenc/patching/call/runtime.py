@@ -261,11 +261,6 @@ class StackRuntime:
             return hidden_states.transpose(0, 1)
         return hidden_states.transpose(1, 2) if self.channels_first else hidden_states
 
-    @property
-    def state(self) -> ForwardState | None:
-        """The state of the innermost call in progress, or `None` outside any call."""
-        return self.states.top
-
     def state_for(self, query_length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
         """The current state for a module on `device`, or a default state for a layer called outside its stack.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.call.forward_state import ForwardState
     from hf_posenc.patching.call.runtime import StackRuntime
 
 #: Arguments that hold features.
@@ -320,7 +321,7 @@ class InputView(Viewed):
     @property
     def tokens(self) -> int:
         """Number of tokens of the call in progress."""
-        return int(getattr(self.runtime.state, "expected"))  # noqa: B009
+        return int(cast("ForwardState", self.runtime.states.top).expected)
 
     def replaced(self) -> dict[str, Any]:
         """The config and the table."""
