@@ -201,21 +201,21 @@ class PlacedForward(OfStack):
         module: the module.
         runtime: the runtime of its stack, if the forward needs it.
         encoding: the parts of the scheme in it, if it computes attention.
+        inner: a forward that was set on the instance before, or `None` for the forward of its class.
 
     Attributes:
-        inner: a forward that was set on the instance before, or `None` for the forward of its class.
         retired: whether the scheme has been removed.
     """
 
     runtime: StackRuntime
     encoding: LayerEncoding
-    inner: Any = None
     retired = False
 
-    def __init__(self, module: Any, runtime: Any = None, encoding: Any = None) -> None:
+    def __init__(self, module: Any, runtime: Any = None, encoding: Any = None, inner: Any = None) -> None:
         self.module = module
         self.runtime = runtime
         self.encoding = encoding
+        self.inner = inner
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""

@@ -296,16 +296,7 @@ class StackForward(PlacedForward):
 
     This is a forward and not a pair of hooks, because torch does not run a post-hook after a `KeyboardInterrupt` or a
     `SystemExit`, and does run it after a call that failed before its pre-hook.
-
-    Args:
-        stack: the stack.
-        runtime: its runtime.
-        inner: a forward that was set on the instance before, or `None` for the forward of its class.
     """
-
-    def __init__(self, stack: nn.Module, runtime: StackRuntime, inner: Any) -> None:
-        super().__init__(stack, runtime)
-        self.inner = inner
 
     @property
     def __wrapped__(self) -> Any:

@@ -134,7 +134,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     if next(encoding.parameters(), None) is not None:
         runtime.replicas = encoding
     before = forward_on_instance(stack.module)
-    journal.place_forward(stack.module, before, StackForward(stack.module, runtime, before))
+    journal.place_forward(stack.module, before, StackForward(stack.module, runtime, inner=before))
     journal.set(stack.module, "_replicate_for_data_parallel", refuse_replicas)
     if architecture.silence is not None:
         architecture.silence(stack, journal)
