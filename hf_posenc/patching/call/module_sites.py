@@ -70,8 +70,6 @@ class TableSite(PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns `(batch or 1, query_len, hidden)` in the native dtype, with the table's extra outputs, if any."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         weight = self.table.weight
         if self.additive is None and self._is_plain:
             return torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -157,8 +155,6 @@ class TableOwner(Viewed, PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         return type(self.module).forward(self.view, *args, **kwargs)
 
     def replaced(self) -> dict[str, Any]:
@@ -262,8 +258,6 @@ class RotaryModuleSite(PlacedForward):
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns the phases of the module's own forward, or placeholders of the same shapes if they are unused."""
-        if self.retired:
-            return self.stock(x, *args, **kwargs)
         position_ids = args[0] if args else kwargs.get("position_ids")
         state = self.runtime.states.top
         if self.unused and self.runtime.layout.has_axes:

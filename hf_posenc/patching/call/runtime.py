@@ -313,13 +313,11 @@ class StackForward(PlacedForward):
         """Runs the forward of the stack, as a view of it if tables or the number of frames have to be others."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        viewed = None if self.retired else self.runtime.viewed
+        viewed = self.runtime.viewed
         return type(self.module).forward(self.module if viewed is None else viewed.view, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         if torch.compiler.is_compiling():
             if torch.distributed.is_available() and gathers_keys(self.runtime):
                 return self._run_outside_graphs(*args, **kwargs)

@@ -49,7 +49,7 @@ class ProjectionSite(PlacedForward):
         """Returns the output of the projection, `(batch, hidden, [frames,] rows, columns)`."""
         output = self.stock(*args, **kwargs)
         state = self.runtime.states.top
-        if not self.retired and isinstance(state, GridState):
+        if isinstance(state, GridState):
             # Patches that were cut out before are projected one by one, which shows no grid.
             state.grid = tuple(output.shape[2:]) if output.shape[2:].numel() > 1 else None
         return output
@@ -93,8 +93,6 @@ class GridTableSite(Viewed, PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the vectors of the scheme as its table."""
-        if self.retired or self.inner is not None:
-            return self.stock(*args, **kwargs)
         names = list(forward_parameters(type(self.module)))[1:]
         named = dict(zip(names, args, strict=False)) | kwargs
         # Perceiver's text tables have the argument too, but are never called with pixels or a size.
