@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -252,8 +251,6 @@ _LENGTH = len(ORDER)
 EMBEDDED = "the input of its first layer depends on the position of tokens"
 #: Arguments with tokens, or with vectors in their place.
 _TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "hidden_states")
-#: The path of the layer, such as `layers.0`, in that of its attention.
-_LAYER = re.compile(r"(.*?\.)?\d+(?=\.)")
 #: Makes a difference of logits larger than the rounding of half precision.
 _AMPLIFICATION = 8.0
 
@@ -293,8 +290,8 @@ class TokenOrder:
             stack = self.stack
             handles.enter_context(suppress(_SeenError))
             attentions = [] if stack.sparse else stack.attentions
-            paths = filter(None, (_LAYER.match(attention.path) for attention in attentions))
-            layers = {id(layer): layer for layer in (stack.module.get_submodule(path[0]) for path in paths)}
+            paths = filter(None, (_layer_path(attention.path) for attention in attentions))
+            layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
             for layer in layers.values():
@@ -409,6 +406,13 @@ def _hides_later_keys(mask: Any) -> bool:
         return False
     last = mask[..., 0, -1]
     return bool((~last).all() if mask.dtype == torch.bool else (last < -1.0).all())
+
+
+def _layer_path(path: str) -> str:
+    """`layers.0` for an attention at `layers.0.self_attn`; empty if layers are not in a list."""
+    names = path.split(".")
+    place = next((place for place, name in enumerate(names) if name.isdigit()), None)
+    return "" if place is None or place + 1 == len(names) else ".".join(names[: place + 1])
 
 
 def _code_of(module: nn.Module) -> str:
