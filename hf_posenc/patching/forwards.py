@@ -231,36 +231,50 @@ class OfStack:
 class PlacedForward(OfStack):
     """Stands in for the `forward` of one module instance while a scheme is in place.
 
-    A tool that wraps the forward of a patched module keeps a reference to this object. Removing the scheme marks the
-    object as retired, and such a wrapper then runs the stock forward.
+    A tool that wraps the forward of a patched module keeps a reference to this object. Removing the scheme retires the
+    object, and such a wrapper then runs the stock forward.
 
     Args:
         module: the module.
         runtime: the runtime of its stack, if the forward needs it.
         encoding: the parts of the scheme in it, if it computes attention.
-
-    Attributes:
         inner: a forward that was set on the instance before, or `None` for the forward of its class.
-        retired: whether the scheme has been removed.
     """
 
     runtime: StackRuntime
     encoding: LayerEncoding
-    inner: Any = None
-    retired = False
     #: What an attention is declared to multiply its queries and its keys with, before or after its rotary function.
     operand_factors: tuple[float, float] | None = None
 
-    def __init__(self, module: Any, runtime: Any = None, encoding: Any = None) -> None:
+    def __init__(self, module: Any, runtime: Any = None, encoding: Any = None, inner: Any = None) -> None:
         self.module = module
         self.runtime = runtime
         self.encoding = encoding
+        self.inner = inner
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def retire(self) -> None:
+        """Makes it run the stock forward, and forget the scheme."""
+        self.__class__ = RetiredForward
+        self.__dict__ = {"module": self.module, "inner": self.inner}
+
+
+class RetiredForward(PlacedForward):
+    """What a placed forward is after its scheme was removed."""
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The stock forward, so that `inspect.signature` finds its parameters."""
+        return types.MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the stock forward."""
+        return self.stock(*args, **kwargs)
 
 
 def place_of_forward(module: nn.Module) -> str:
@@ -275,7 +289,7 @@ def forward_on_instance(module: nn.Module) -> Any:
     the forward inside it.
     """
     forward = module.__dict__.get(place_of_forward(module))
-    while isinstance(forward, PlacedForward) and forward.retired:
+    while isinstance(forward, RetiredForward):
         forward = forward.inner
     # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook, and leaves
     # it on the module when the hook is removed.
@@ -305,7 +319,7 @@ class OtherForward(PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        return self.stock(*args, **kwargs) if self.retired else self.function(self.module, *args, **kwargs)
+        return self.function(self.module, *args, **kwargs)
 
 
 def zero_output(module: nn.Module, inputs: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -190,13 +189,12 @@ def _resolve(
     if transaction.encoding is None and transaction.anatomy.is_runnable:
         verify_adopted_tables(transaction, stacks)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
-    native = partial(native_scheme_of, transaction, part)
     # The native scheme may be a schedule. Only the chosen layers are taken from it.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
     if names_native(config):
         config = resolve_native(transaction, part, config, stacks)
     other = other if layers is None else resolve_native(transaction, part, other, stacks)
-    config = with_native_options(config, stacks, native)
+    config = with_native_options(transaction, part, config, stacks)
     config = schedule(config, stacks, layers, other, merged=merged)
     warn_if_invisible(config, stacks)
     warn_if_rotation_changes(config, stacks)
@@ -291,21 +289,19 @@ _SPECTRUM = ("theta", "inverse_frequencies", "rotary_dim", "layout")
 _ASSIGNMENT = ("sections", "interleaved", "axes")
 
 
-def with_native_options(
-    config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
-) -> SchemeConfig:
+def with_native_options(transaction: Transaction, part: str, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
     """`config` with the native options of a model that has the same scheme.
 
     Without options, "mrope" in a model with M-RoPE is what the model was trained with. The base and the assignment of
-    pairs to axes are taken over together or not at all. Other schemes are returned unchanged. `native_scheme`
-    determines the native scheme of the stacks.
+    pairs to axes are taken over together or not at all. Other schemes are returned unchanged. The arguments are those
+    of `resolve_native`.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
         number_of_axes(rotary.module, None) for stack in stacks for rotary in stack.rotaries
     }:
         return config
     try:
-        native = native_scheme()
+        native = native_scheme_of(transaction, part)
     except UnsupportedError:
         return config  # No scheme here describes a scaled M-RoPE. The warning about its base is still shown.
     if not isinstance(native, MRopeConfig):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from numbers import Integral
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import unpatch_model
 from hf_posenc.patching.anatomy.weights import parameter_count
-from hf_posenc.patching.inspection import native_scheme_of, resolve_native
+from hf_posenc.patching.inspection import resolve_native
 from hf_posenc.patching.patch import place_scheme, with_native_options
 from hf_posenc.patching.place.encoding import scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
@@ -77,10 +76,9 @@ class SchemePhases:
             unpatch_model(model, part=part)
             return True
         stacks = transaction.anatomy.stacks([part])
-        native = partial(native_scheme_of, transaction, part)
         config = resolve_native(transaction, part, as_scheme(scheme), stacks)
         if in_force is not None and config.name == in_force.name:
-            config = with_native_options(config, stacks, native)
+            config = with_native_options(transaction, part, config, stacks)
         if in_force == config:
             return False
         count = parameter_count(transaction.plan_alone(config, stacks)) if step > 0 else 0

@@ -77,6 +77,7 @@ def as_biases(model: PreTrainedModel) -> None:
         site = layer.self_attn.__dict__["forward"]
         assert isinstance(site, InterfaceAttention)
         site.encoding.rotates_by_input = site.encoding.only_rotates_by_input = False
+        site.encoding.rotation_before_cache = None
 
 
 @EVERY_SCHEME

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,13 +22,11 @@ from hf_posenc.patching.anatomy.discovery import (
     WIDTHS,
     attentions_of,
     first_int,
-    first_layer,
     position_tables,
     read_attentions,
 )
 from hf_posenc.patching.anatomy.rotary_functions import number_of_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, NamedModule, PositionTable
-from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.forwards import forward_parameters, parameters_of
 
 if TYPE_CHECKING:
@@ -177,8 +174,18 @@ class Stack:
 
     @cached_property
     def first_layer(self) -> nn.Module | None:
-        """The module whose input is the embedded sequence; `None` if layers are not in a list."""
-        return first_layer(self.module, self.self_attentions[0][0], self.layout.projection)
+        """The module whose input is the embedded sequence, `layers.0`; `None` if layers are not in a list.
+
+        A stage that projects pixels to patches, or is a list itself, contains layers and is not a layer.
+        """
+        parts, projection = self.self_attentions[0][0].split("."), self.layout.projection
+        for index, part in enumerate(parts):
+            if part.isdigit():
+                first = next(iter(self.module.get_submodule(".".join(parts[:index])).children()), None)
+                stage = first is not None and any(module is projection for module in first.modules())
+                if not isinstance(first, nn.ModuleList) and not stage:
+                    return first
+        return None
 
     @cached_property
     def hidden_size(self) -> int:
@@ -365,11 +372,6 @@ class Anatomy:
             if not stack.attentions:
                 stack.read()
         return stacks
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model, or of its first module if it is spread over several."""
-        return execution_device(self.model)
 
     @cached_property
     def is_runnable(self) -> bool:

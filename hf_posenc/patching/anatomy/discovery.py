@@ -338,23 +338,6 @@ def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Te
     return torch.cat([column.detach() for column in columns], dim=1)
 
 
-def first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
-    """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
-
-    A stage that projects pixels to patches, or is a list itself, contains layers and is not a layer.
-    """
-    parts = attention_path.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            parent = stack.get_submodule(".".join(parts[:index])) if index else stack
-            first = next(iter(parent.children()), None)
-            if isinstance(first, nn.ModuleList):
-                continue
-            if first is None or projection is None or all(module is not projection for module in first.modules()):
-                return first
-    return None
-
-
 def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
     """The `BuildContext` of one attention layer."""
     config = stack.module.config

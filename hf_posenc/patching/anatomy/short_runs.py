@@ -19,6 +19,7 @@ from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack, layout_of
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.sites import AttentionLayer
+from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, written_in
 from hf_posenc.preserve import without_trace
 
@@ -68,7 +69,7 @@ def run_briefly(
     Raises:
         NotRunnableError: if it is unknown what a subject reads, or it fails.
     """
-    device = anatomy.device
+    device = execution_device(anatomy.model)
     with without_trace(anatomy.model, device):
         return [_run(subject, change(_arguments(subject, device, length))) for subject in _subjects(anatomy, stacks)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -114,20 +113,14 @@ WEIGHT_NAMES = ("weight", "weights")
 
 def table_weight(module: nn.Module) -> Tensor | None:
     """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
-    name = next(_names_of_tables(module), None)
+    name = _name_of_table(module)
     return None if name is None else getattr(module, name)
 
 
-def _names_of_tables(module: nn.Module) -> Iterator[str]:
-    for name in WEIGHT_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor) and value.dim() == 2:
-            yield name
-
-
-def _stored_table(module: nn.Module) -> Tensor:
+def _name_of_table(module: nn.Module) -> Any:
     # By name, because the weight of PEFT's wrapper is another tensor each time.
-    return stored(module, next(_names_of_tables(module)))
+    weights = ((name, getattr(module, name, None)) for name in WEIGHT_NAMES)
+    return next((name for name, weight in weights if isinstance(weight, Tensor) and weight.dim() == 2), None)
 
 
 def table_origin(module: nn.Module) -> int:
@@ -155,7 +148,7 @@ class PositionTable(NamedModule):
     @property
     def weight(self) -> Tensor:
         """The table, `(rows, hidden)`."""
-        return _stored_table(self.module)
+        return stored(self.module, _name_of_table(self.module))
 
     @property
     def origin(self) -> int:
@@ -193,7 +186,8 @@ class OwnedTable(NamedModule):
     def weight(self) -> Tensor:
         """The table, `(rows, hidden)`."""
         value = self.value
-        weight = _stored_table(value) if isinstance(value, nn.Module) else stored(self.module, self.name)
+        module, name = (value, _name_of_table(value)) if isinstance(value, nn.Module) else (self.module, self.name)
+        weight = stored(module, name)
         if self.channels_first:
             return weight[0].flatten(1).T
         return weight.reshape(-1, weight.shape[-1])

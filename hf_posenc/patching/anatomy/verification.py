@@ -247,8 +247,7 @@ def verify_adopted_tables(trial: Transaction, stacks: list[Stack]) -> None:
         and any(bias_table(stack, attention) is not None for attention in stack.attentions)
     ]
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
-    for config in native - {None}:
-        assert config is not None
+    for config in filter(None, native):
         difference = _difference(trial, config, stacks)
         if difference is not None:
             model = trial.anatomy.model

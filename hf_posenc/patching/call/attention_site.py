@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.patching.call.pairwise_site import PairwiseSite, refuse_cached_coordinates
 from hf_posenc.schemes.needs import Need
-from hf_posenc.schemes.parts import QueryKeyMap
+from hf_posenc.schemes.parts import Part, QueryKeyMap
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
@@ -320,9 +320,7 @@ class AttentionSite(PairwiseSite):
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
         """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time."""
-        query_key_map = self.encoding.query_key_map
-        again = query_key_map is not None and query_key_map.mapped_again
-        if not again or self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():
+        if self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():
             return
         pairs = ((query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated)
         if not any(torch.equal(*map(_of_transforms, pair)) for pair in pairs):
@@ -399,16 +397,16 @@ class AttentionSite(PairwiseSite):
         features = encoding.num_features
         if not features:
             if encoding.widens_heads:
-                self._check_cached(update, features, key.shape[-1], *args, **kwargs)
+                self._check_cached(update, key.shape[-1], *args, **kwargs)
             return update(key, value_states, *args, **kwargs)
         is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
-        rotation = encoding.rotation_before_cache
-        rotation = rotation if rotation is None or (is_mapped and self.rotates_before_cache(key)) else None
+        are_whole = key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
+        rotation = encoding.rotation_before_cache if is_mapped and are_whole else None
         new = self.new_features(call)
         if rotation is not None and rotation.angles_of_own_token:
             return update(self.rotated_before_cache(call, key, new), value_states, *args, **kwargs)
         width = width_with_features(key, encoding.feature_heads, features)
-        self._check_cached(update, features, width, *args, **kwargs)
+        self._check_cached(update, width, *args, **kwargs)
         layer = None if rotation is None else plain_layer(call.state.cache_object, *args, **kwargs)
         if layer is not None:
             # A graph does not know how many slots of a static cache are filled.
@@ -430,9 +428,7 @@ class AttentionSite(PairwiseSite):
         keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
         return features_of(keys, self.encoding.feature_heads, self.encoding.num_features)
 
-    def _check_cached(
-        self, update: Callable[..., Any], features: int, width: int, layer_idx: int = 0, *_: Any, **__: Any
-    ) -> None:
+    def _check_cached(self, update: Callable[..., Any], width: int, layer_idx: int = 0, *_: Any, **__: Any) -> None:
         """Refuses a cache that was not filled by this model, such as prefix tuning or the cache of another model.
 
         Also one that would quantise the features of the bias.
@@ -441,10 +437,9 @@ class AttentionSite(PairwiseSite):
         if not isinstance(layer_idx, int) or layer_idx >= len(layers):
             return
         cache, encoding = layers[layer_idx], self.encoding
-        if features and isinstance(cache, QUANTISED_LAYER):
-            bias = encoding.logit_bias
-            assert bias is not None
-            QUANTISED_CACHE.refuse({Need.FEATURES: bias}, f"the scheme of {type(self.module).__name__}")
+        part = encoding.logit_bias if encoding.num_features else encoding.query_key_map
+        if encoding.num_features and isinstance(cache, QUANTISED_LAYER):
+            QUANTISED_CACHE.refuse({Need.FEATURES: cast("Part", part)}, f"the scheme of {type(self.module).__name__}")
         cached = getattr(cache, "keys", None)
         if not isinstance(cached, Tensor) or cached.shape[-1] == width or not cached.numel():
             return
@@ -452,7 +447,6 @@ class AttentionSite(PairwiseSite):
             # Allocated with the width from the config before the first key was known, and still empty.
             cache.is_initialized = False
             return
-        part = encoding.logit_bias if encoding.num_features else encoding.query_key_map
         raise UnsupportedError(
             f"The cache holds keys of width {cached.shape[-1]}, but with {type(part).__name__} this "
             f"{type(self.module).__name__} caches keys of width {width}. The cached keys did not come from "

@@ -62,7 +62,8 @@ def set_note(cache: Any, name: str, value: Any) -> None:
         setattr(cache, name, value)
         return
     vars(cache).pop(name, None)
-    _notes(cache)[name] = value
+    _, notes = _table.get(id(cache)) or _keep(cache, _Notes())
+    notes[name] = value
 
 
 def kept_values(cache: Any, starts: bool, trainings: int) -> KeptValues:
@@ -83,13 +84,6 @@ def caches_with(name: str, value: Any) -> list[Any]:
     """The caches with this very note, unless a graph has set it."""
     caches = [reference() for reference, notes in list(_table.values()) if notes.get(name) is value]
     return [cache for cache in caches if cache is not None and note_of(cache, name) is value]
-
-
-def _notes(cache: Any) -> dict[str, Any]:
-    kept = _table.get(id(cache))
-    if kept is None:
-        kept = _keep(cache, _Notes())
-    return kept[1]
 
 
 class _Notes(dict[str, Any]):

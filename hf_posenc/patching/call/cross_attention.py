@@ -35,8 +35,6 @@ class CrossAttention(Rebound):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         both = first_cache((*args, *kwargs.values()))
         cache = getattr(both, "cross_attention_cache", None)
         if both is not None and cache is None:

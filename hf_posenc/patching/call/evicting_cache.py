@@ -24,13 +24,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import CachedPositions, self_attention_cache
-from hf_posenc.patching.call.forward_state import ForwardState, padding_mask
+from hf_posenc.patching.call.forward_state import ForwardState, narrow_layers, padding_mask
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
 from hf_posenc.schemes.positions import tokens_at
-
-#: Names of layers, in a config, that see all earlier tokens.
-_SEES_ALL = ("full_attention", "global")
 
 
 def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
@@ -39,9 +36,7 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
     Raises:
         UnsupportedError: if they do not fit the keys, or the model has layers that see only the last slots.
     """
-    config = stack.config
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if {*(types or ())} - {*_SEES_ALL} or (not types and getattr(config, "sliding_window", None)):
+    if narrow_layers(stack.config):
         raise UnsupportedError(
             f"A {type(cache).__name__} drops tokens, but this {type(stack).__name__} has layers whose mask counts "
             "slots (a sliding window, chunks, or states of their own). Use the model's own cache."

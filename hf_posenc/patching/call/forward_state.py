@@ -439,6 +439,14 @@ def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> boo
     return bool(weights[0].device == device) and not has_hooks(weights)  # All are on the same device.
 
 
+def narrow_layers(config: Any) -> set[str]:
+    """The kinds of the layers, in a config, that do not see all earlier tokens."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if not kinds and getattr(config, "sliding_window", None):
+        return {"sliding_attention"}
+    return {*(kinds or ())} - {"full_attention", "global"}
+
+
 def one_axis(position_ids: Tensor) -> Tensor:
     """`(batch, query_len)` from `(axes, batch, query_len)`; all axes of M-RoPE are equal for text.
 

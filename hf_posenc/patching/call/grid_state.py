@@ -230,6 +230,14 @@ class GridState(ForwardState):
             tokens.placed, tokens.position_ids = given, None if self.single else given.ids
         return tokens
 
+    def numbered_phases(self, phases: Any, position_ids: Any) -> Any:
+        """Numbers of tokens in the shape of phases, `(tokens, width)` each, if these are computed of coordinates."""
+        if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not {2, 3} & {*position_ids.shape}:
+            return phases  # The positions have one axis.
+        self.coordinates = (position_ids.T if position_ids.shape[1] in (2, 3) else position_ids).unsqueeze(1).long()
+        self.numbered = True
+        return _numbered(phases)
+
     def _of_kept(self, grid: Sizes, length: int) -> Positions | None:
         """The positions of the patches that remain after others were dropped; `None` if none were."""
         kept = self.kept
@@ -301,6 +309,14 @@ def _of_pixels(config: Any, pixels: Sizes | None) -> Sizes | None:
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
     rows, columns = (int(size) // int(side) for size, side in zip(pixels, sides, strict=True))
     return (rows, columns) if rows and columns else None
+
+
+def _numbered(phases: Any) -> Any:
+    """Numbers in the shape of phases, `(tokens, width)`: every value of a token is its number."""
+    if isinstance(phases, tuple):
+        return tuple(map(_numbered, phases))
+    numbers = torch.arange(phases.shape[-2], device=phases.device, dtype=torch.float32)
+    return numbers.unsqueeze(-1).expand(phases.shape)
 
 
 def numbers_in(phases: Any) -> Tensor:

@@ -146,8 +146,6 @@ class InterfaceAttention(Rebound, AttentionSite):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward with replaced globals, as few of them as the scheme needs."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
         state = self.runtime.states.top if self.encoding.parts else None

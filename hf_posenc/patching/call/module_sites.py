@@ -26,7 +26,7 @@ from hf_posenc.patching.anatomy.sites import WEIGHT_NAMES, PositionTable, table_
 from hf_posenc.patching.anatomy.weights import copied
 from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
-from hf_posenc.patching.call.grid_state import in_order, numbers_in
+from hf_posenc.patching.call.grid_state import GridState, in_order, numbers_in
 from hf_posenc.patching.call.outside_stack import is_outside, state_of_layer
 from hf_posenc.patching.forwards import (
     OfStack,
@@ -70,8 +70,6 @@ class TableSite(PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns `(batch or 1, query_len, hidden)` in the native dtype, with the table's extra outputs, if any."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         weight = self.table.weight
         if self.additive is None and self._is_plain:
             return torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -106,7 +104,7 @@ class TableSite(PlacedForward):
         return one_axis(output.squeeze(-1).round().to(torch.int64)), extras
 
     def _numbered_table(self) -> nn.Module:
-        weight, state, numbered = self.table.weight, self.runtime.state, self._numbered
+        weight, state, numbered = self.table.weight, self.runtime.states.top, self._numbered
         cached = state.offset if state is not None and isinstance(state.offset, int) else 0
         needed = cached + (0 if state is None else state.query_length) + self.table.origin
         known = None if numbered is None else table_weight(numbered)
@@ -157,8 +155,6 @@ class TableOwner(Viewed, PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         return type(self.module).forward(self.view, *args, **kwargs)
 
     def replaced(self) -> dict[str, Any]:
@@ -245,7 +241,9 @@ class RotaryModuleSite(PlacedForward):
         runtime: the runtime of its stack.
         unused: whether the rotation of every layer is replaced or skipped, so that the phases are unused. They are
             then computed only once for each shape of the arguments. Later calls return placeholders of the same
-            shapes, a single NaN expanded without using memory, so that any accidental use shows up as NaN.
+            shapes, a single NaN expanded without using memory, so that any accidental use shows up as NaN. In a stack
+            of patches, they are numbers of the tokens: some models bring their patches into another order after the
+            phases are computed, for attention in windows, and the numbers that a layer receives show this order.
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, *, unused: bool) -> None:
@@ -260,10 +258,11 @@ class RotaryModuleSite(PlacedForward):
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns the phases of the module's own forward, or placeholders of the same shapes if they are unused."""
-        if self.retired:
-            return self.stock(x, *args, **kwargs)
         position_ids = args[0] if args else kwargs.get("position_ids")
-        state = self.runtime.state
+        state = self.runtime.states.top
+        if self.unused and self.runtime.layout.has_axes:
+            phases = self.stock(x, *args, **kwargs)
+            return state.numbered_phases(phases, position_ids) if isinstance(state, GridState) else phases
         if state is not None and isinstance(position_ids, Tensor):
             state.rotary_position_ids = position_ids
             if position_ids.dim() == 3 and getattr(self.module, "mrope_section", None) is None:
@@ -332,7 +331,7 @@ class SlotBuffers:
     def __init__(self, rows_before: int) -> None:
         self.native_lengths: list[tuple[nn.Module, str, int]] = []
         #: Measured before the first call, because a graph is made for the value that it finds.
-        self.shortest: int | None = None
+        self.shortest = 0
         #: The names of buffers that positions index.
         self.indexed: set[str] = set()
         self.rows_before = rows_before
@@ -340,9 +339,7 @@ class SlotBuffers:
     def reach(self, stack: nn.Module, length: int, *, masks: bool = True) -> None:
         """Extends every buffer to at least `length` tokens; existing slots keep their values."""
         length += self.rows_before
-        if self.shortest is None:
-            self.measure(stack)
-        if not 0 < (self.shortest or 0) < length:
+        if not 0 < self.shortest < length:
             return
         for module, name, buffer in _slot_buffers(stack):
             native = _length(name, buffer)
@@ -384,8 +381,6 @@ class SlotBuffers:
         """
         if self.shortest == 0 or position_ids.is_meta or torch.compiler.is_compiling():
             return kwargs
-        if self.shortest is None:
-            self.measure(stack)
         names = [*forward_parameters(type(stack))][1:]
         if not position_ids.is_cpu and self.indexed == {_TYPES} and tokens is not None and _TYPES in names:
             if named_arguments(stack, args, kwargs).get(_TYPES) is not None:
@@ -403,7 +398,6 @@ class SlotBuffers:
             within = buffer[:length] if name == _PHASES else buffer[..., :length]
             module._buffers[name] = (within[..., :length, :] if name == _MASK else within).clone()
         self.native_lengths.clear()
-        self.shortest = None
 
 
 def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -261,11 +261,6 @@ class StackRuntime:
             return hidden_states.transpose(0, 1)
         return hidden_states.transpose(1, 2) if self.channels_first else hidden_states
 
-    @property
-    def state(self) -> ForwardState | None:
-        """The state of the innermost call in progress, or `None` outside any call."""
-        return self.states.top
-
     def state_for(self, query_length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
         """The current state for a module on `device`, or a default state for a layer called outside its stack.
 
@@ -301,16 +296,7 @@ class StackForward(PlacedForward):
 
     This is a forward and not a pair of hooks, because torch does not run a post-hook after a `KeyboardInterrupt` or a
     `SystemExit`, and does run it after a call that failed before its pre-hook.
-
-    Args:
-        stack: the stack.
-        runtime: its runtime.
-        inner: a forward that was set on the instance before, or `None` for the forward of its class.
     """
-
-    def __init__(self, stack: nn.Module, runtime: StackRuntime, inner: Any) -> None:
-        super().__init__(stack, runtime)
-        self.inner = inner
 
     @property
     def __wrapped__(self) -> Any:
@@ -327,13 +313,11 @@ class StackForward(PlacedForward):
         """Runs the forward of the stack, as a view of it if tables or the number of frames have to be others."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        viewed = None if self.retired else self.runtime.viewed
+        viewed = self.runtime.viewed
         return type(self.module).forward(self.module if viewed is None else viewed.view, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         if torch.compiler.is_compiling():
             if torch.distributed.is_available() and gathers_keys(self.runtime):
                 return self._run_outside_graphs(*args, **kwargs)

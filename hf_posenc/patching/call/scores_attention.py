@@ -41,8 +41,6 @@ class ScoresAttention(AttentionSite):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`."""
-        if self.retired:
-            return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
         if self.encoding.parts and is_outside(self.runtime):

@@ -26,7 +26,7 @@ from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import LayerCall
 from hf_posenc.patching.call.cache import CachedPositions, record, self_attention_cache
-from hf_posenc.patching.call.forward_state import ForwardState, one_axis
+from hf_posenc.patching.call.forward_state import ForwardState, narrow_layers, one_axis
 from hf_posenc.patching.call.key_positions import visible_pairs
 from hf_posenc.schemes.refusals import CONTEXT_PARALLELISM
 
@@ -231,14 +231,10 @@ def _refuse_other_calls(stack: nn.Module, length: int) -> None:
             f"{_WITH_BIAS}this call continues a cache, or its tokens are not those of a text. Pass whole texts with "
             "use_cache=False."
         )
-    config: Any = stack.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None) is not None:
-        kinds = ["sliding_attention"]
-    others = sorted({kind for kind in kinds or () if kind != "full_attention"})
+    others = ", ".join(sorted(narrow_layers(stack.config)))
     if others:
         raise UnsupportedError(
-            f"{_WITH_BIAS}this model has layers of the kind {', '.join(others)}, whose masks would be those of a part "
+            f"{_WITH_BIAS}this model has layers of the kind {others}, whose masks would be those of a part "
             "of the tokens. Use a model whose layers all attend to the whole sequence."
         )
 

@@ -20,11 +20,9 @@ from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable
 from hf_posenc.patching.call.grid_state import GridState, grid_state
-from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
 from hf_posenc.patching.layouts.grid_native import BIAS_TABLE, GridBias, find_biases, native_grid_scheme
 from hf_posenc.patching.layouts.grid_sites import (
-    GridRotarySite,
     GridTableSite,
     ProjectionSite,
     refuses_other_sizes,
@@ -234,10 +232,6 @@ class Grid(Layout):
             inside = any(child is self.projection for child in module.children())
             if inside and id(module) not in owners and refuses_other_sizes(module):
                 journal.set_forward(module, GridTableSite(module, self.tables, runtime, None))
-
-    def rotary_site(self, module: nn.Module, runtime: Any, *, unused: bool) -> Any:
-        """Records the coordinates that the model passes to a rotary module."""
-        return GridRotarySite(module, runtime) if unused else RotaryModuleSite(module, runtime, unused=unused)
 
 
 def _effect(part: nn.Module) -> str:

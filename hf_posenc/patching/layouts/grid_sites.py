@@ -1,4 +1,4 @@
-"""Replacements for the modules of a stack of patches: projections, rotary modules and tables.
+"""Replacements for the modules of a stack of patches: projections and tables.
 
 The module that owns a table runs its own forward with another `self`: a view that shares all attributes of the module,
 except that the table is the vectors of this call, and that a method which interpolates the table returns them too. What
@@ -48,8 +48,8 @@ class ProjectionSite(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of the projection, `(batch, hidden, [frames,] rows, columns)`."""
         output = self.stock(*args, **kwargs)
-        state = self.runtime.state
-        if not self.retired and isinstance(state, GridState):
+        state = self.runtime.states.top
+        if isinstance(state, GridState):
             # Patches that were cut out before are projected one by one, which shows no grid.
             state.grid = tuple(output.shape[2:]) if output.shape[2:].numel() > 1 else None
         return output
@@ -60,37 +60,6 @@ def refuses_other_sizes(module: nn.Module) -> bool:
     size = module.__dict__.get(_SIZE)
     forward: Any = type(module).forward
     return isinstance(size, tuple | list) and _SIZE in names_used(forward) and OTHER_SIZES not in names_used(forward)
-
-
-class GridRotarySite(PlacedForward):
-    """Stands in for the `forward` of a rotary module, records the coordinates of the call, and numbers its tokens.
-
-    Some models bring their patches into another order after the phases are computed, for attention in windows. No layer
-    uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. The
-    numbers that a layer receives then show the order of its tokens.
-    """
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns numbers in the shape of the phases, `(tokens, width)` each."""
-        phases = self.stock(x, *args, **kwargs)
-        position_ids = args[0] if args else kwargs.get("position_ids")
-        state = self.runtime.state
-        if self.retired or not isinstance(state, GridState) or not isinstance(position_ids, Tensor):
-            return phases
-        if position_ids.dim() != 2 or not any(size in (2, 3) for size in position_ids.shape):
-            return phases  # The positions have one axis.
-        coordinates = position_ids.T if position_ids.shape[1] in (2, 3) else position_ids
-        state.coordinates = coordinates.unsqueeze(1).long()
-        state.numbered = True
-        return _numbered(phases)
-
-
-def _numbered(phases: Any) -> Any:
-    """Numbers in the shape of phases, `(tokens, width)`: every value of a token is its number."""
-    if isinstance(phases, tuple):
-        return tuple(map(_numbered, phases))
-    numbers = torch.arange(phases.shape[-2], device=phases.device, dtype=torch.float32)
-    return numbers.unsqueeze(-1).expand(phases.shape)
 
 
 class GridTableSite(Viewed, PlacedForward):
@@ -124,15 +93,13 @@ class GridTableSite(Viewed, PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the vectors of the scheme as its table."""
-        if self.retired or self.inner is not None:
-            return self.stock(*args, **kwargs)
         names = list(forward_parameters(type(self.module)))[1:]
         named = dict(zip(names, args, strict=False)) | kwargs
         # Perceiver's text tables have the argument too, but are never called with pixels or a size.
         if OTHER_SIZES in names and any(isinstance(value, Tensor | tuple) for value in named.values()):
             args, kwargs = (), named | {OTHER_SIZES: True}
-        if self.compares_sizes and isinstance(self.runtime.state, GridState):
-            self.runtime.state.pixels = pixels_among((*args, *kwargs.values()))
+        if self.compares_sizes and isinstance(self.runtime.states.top, GridState):
+            self.runtime.states.top.pixels = pixels_among((*args, *kwargs.values()))
         output = type(self.module).forward(self.view, *args, **kwargs)
         return self._with_vectors(output) if self.resamples and self.main is not None else output
 
@@ -149,7 +116,7 @@ class GridTableSite(Viewed, PlacedForward):
         replaced: dict[str, Any] = {name: self._in_place_of(name) for name in self.prefix_rows}
         if self.compares_sizes:
             replaced[_SIZE] = property(
-                lambda view: getattr(self.runtime.state, "pixels", None) or module.__dict__[_SIZE]
+                lambda view: getattr(self.runtime.states.top, "pixels", None) or module.__dict__[_SIZE]
             )
         if main is not None:
             methods: dict[str, Callable[..., Tensor]] = dict.fromkeys(_INTERPOLATIONS, self._as_table)
@@ -197,7 +164,7 @@ class GridTableSite(Viewed, PlacedForward):
     def _noting_kept(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own `random_masking`, and records which patches it keeps."""
         shown, mask, restoring = getattr(self.module, _MASKING)(*args, **kwargs)
-        state = self.runtime.state
+        state = self.runtime.states.top
         if isinstance(state, GridState):
             state.kept = restoring.argsort(dim=1)[:, : shown.shape[1]]
         return shown, mask, restoring
@@ -214,22 +181,20 @@ class GridTableSite(Viewed, PlacedForward):
 
     def _map(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """`(1, rows, columns, hidden)`: the vectors of the patches."""
-        state = self.runtime.state
+        state = self.runtime.states.top
         assert isinstance(state, GridState)
         assert state.grid is not None
         return self.vectors(name)[:, self.prefix_rows[name] :].reshape(1, *state.grid[-2:], -1)
 
     def vectors(self, name: str, length: int | None = None) -> Tensor:
-        """`(batch or 1, prefix rows + patches, hidden)`: the vectors that replace a table in this call.
+        """`(batch or 1, prefix rows + patches, hidden)`: the vectors that replace a table that they stand in for.
 
         Raises:
             UnsupportedError: if the grid of the call is unknown.
         """
-        state = self.runtime.state
-        table = self.native(name)
-        if self.additive is None or not self.stands_in(name):
-            zeros = self.zeros_like_call(name)
-            return torch.zeros_like(table) if zeros is None else zeros
+        state, zeros = self.runtime.states.top, self.zeros_like_call(name)
+        if zeros is not None:
+            return zeros
         if not isinstance(state, GridState) or not state.is_known:
             raise UnsupportedError(
                 f"{type(self.module).__name__} read its position table {name!r} before its patches were projected, or "
@@ -237,6 +202,7 @@ class GridTableSite(Viewed, PlacedForward):
                 "acts in attention."
             )
         length = state.table_length(self.prefix_rows[name]) if length is None else length
+        table = self.native(name)
         return self._encoded(length, table.device).to(table.dtype)
 
     def zeros_like_call(self, name: str) -> Tensor | None:
@@ -244,7 +210,7 @@ class GridTableSite(Viewed, PlacedForward):
 
         Also `None` if the scheme adds vectors, or the stack has several tables.
         """
-        state = self.runtime.state
+        state = self.runtime.states.top
         if self.additive is not None or not self.alone or not isinstance(state, GridState):
             return None
         if not state.is_known or state.sizes is not None:
@@ -262,7 +228,7 @@ class GridTableSite(Viewed, PlacedForward):
     def _encoded(self, length: int, device: torch.device) -> Tensor:
         """`(batch or 1, length, hidden)`: the vectors of the scheme."""
         assert self.additive is not None
-        state = self.runtime.state
+        state = self.runtime.states.top
         # Not shared with layers, because the grid of a call may be known better by then.
         tokens = self.runtime.state_for(length, device) if state is None else state.on(device).by_slots(length)
         return vectors(self.additive, tokens)

@@ -23,7 +23,7 @@ from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, 
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
+from hf_posenc.patching.call.module_sites import TableOwner, TableSite
 from hf_posenc.patching.forwards import forward_parameters, names_used
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -195,10 +195,6 @@ class Layout:
             report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
             if encoding.additive is not None:
                 report.placed.append(f"additive: {table.path}")
-
-    def rotary_site(self, module: nn.Module, runtime: Any, *, unused: bool) -> Any:
-        """The forward of a rotary module, which records the positions that the model passes to it."""
-        return RotaryModuleSite(module, runtime, unused=unused)
 
 
 #: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs more words.

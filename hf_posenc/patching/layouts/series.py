@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.call.forward_state import ForwardState
     from hf_posenc.patching.call.runtime import StackRuntime
 
 #: Arguments that hold features.
@@ -320,7 +321,7 @@ class InputView(Viewed):
     @property
     def tokens(self) -> int:
         """Number of tokens of the call in progress."""
-        return int(getattr(self.runtime.state, "expected"))  # noqa: B009
+        return int(cast("ForwardState", self.runtime.states.top).expected)
 
     def replaced(self) -> dict[str, Any]:
         """The config and the table."""
@@ -370,8 +371,6 @@ class ConvolutionSite(_Vectors):
 
     def __call__(self, hidden_states: Tensor) -> Any:
         """Returns one vector per token, in the axis order of the convolution."""
-        if self.retired:
-            return self.stock(hidden_states)
         if self.source.stride == 1:
             return self.vectors(hidden_states.shape[1], hidden_states)
         by_token = hidden_states.transpose(1, 2)
@@ -385,8 +384,6 @@ class LengthSite(_Vectors):
 
     def __call__(self, seq_length: int | None = None, **kwargs: Any) -> Any:
         """Returns `(1, seq_length, hidden)`."""
-        if self.retired:
-            return self.stock(seq_length, **kwargs)
         if seq_length is None or any(value is not None for value in kwargs.values()):
             raise UnsupportedError(
                 f"{type(self.module).__name__} was called with {', '.join(kwargs) or 'nothing'} and not with a length, "
@@ -402,8 +399,6 @@ class ParameterSite(_Vectors):
 
     def __call__(self, embeddings: Tensor) -> Any:
         """`embeddings` are `(..., length, hidden)`."""
-        if self.retired or self.inner is not None:
-            return self.stock(embeddings)
         rows = self.vectors(embeddings.shape[-2] + self.source.prefix_rows, embeddings)
         rows = rows if self.source.value.dim() == 3 else rows.squeeze(0)
         return type(self.module).forward(view_of(self.module, {self.source.name: rows}), embeddings)

@@ -127,15 +127,14 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     """Replaces the native mechanisms of a stack by a scheme; returns what was replaced and placed."""
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
-    kept = [f"{path}: {why}" for path, why in stack.skipped if path not in encoding.cross]
-    report = StackReport(stack.name, stack.part, stack.layers(), kept=kept)
-    report.kept.extend(architecture.kept)
+    skipped = (f"{path}: {why}" for path, why in stack.skipped if path not in encoding.cross)
+    report = StackReport(stack.name, stack.part, stack.layers(), kept=[*skipped, *architecture.kept])
     runtime = encoding.runtime
     runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, journal, record.stacks.get(stack.name))
     if next(encoding.parameters(), None) is not None:
         runtime.replicas = encoding
     before = forward_on_instance(stack.module)
-    journal.place_forward(stack.module, before, StackForward(stack.module, runtime, before))
+    journal.place_forward(stack.module, before, StackForward(stack.module, runtime, inner=before))
     journal.set(stack.module, "_replicate_for_data_parallel", refuse_replicas)
     if architecture.silence is not None:
         architecture.silence(stack, journal)
@@ -157,7 +156,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     replaced = (attention.rotary_functions or architecture.rotary_method for attention in stack.attentions)
     unused = not stack.skipped and all(replaced)
     for module in (rotary.module for rotary in stack.rotaries):
-        journal.set_forward(module, stack.layout.rotary_site(module, runtime, unused=unused))
+        journal.set_forward(module, RotaryModuleSite(module, runtime, unused=unused))
     stack.layout.install(stack, encoding, journal, report)
     if encoding.additive is not None and not stack.layout.vector_sites(stack):
         weighted = (module for module in (stack.first_layer or nn.Identity()).modules() if module._parameters)

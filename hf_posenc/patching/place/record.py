@@ -193,7 +193,7 @@ def _restore_forward(change: _Change) -> None:
     """Removes a forward from its current place: other libraries may have added or removed wrappers since."""
     attributes, ours, before = change.target.__dict__, change.ours, change.value
     if isinstance(ours, PlacedForward):
-        ours.retired = True
+        ours.retire()
     stock = types.MethodType(type(change.target).forward, change.target)
     if attributes.get("_old_forward") is ours:
         attributes["_old_forward"] = stock if before is None else before

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,7 +17,7 @@ from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, Stack, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
-from hf_posenc.patching.anatomy.weights import computed_buffers, parameter_count, samples
+from hf_posenc.patching.anatomy.weights import computed_buffers, execution_device, parameter_count, samples
 from hf_posenc.patching.call.cache_checks import refuse_in_stock
 from hf_posenc.patching.call.runtime import unwrap_checkpointing
 from hf_posenc.patching.forwards import refuse_foreign_forward
@@ -114,8 +114,7 @@ class Transaction:
             kept: parts of the encoding in force that are used again, by name of the stack. Where layers were moved or
                 exchanged since, new parts take over the parameters of the layers that are still there.
         """
-        anatomy = self.anatomy
-        stacks = anatomy.stacks(config.part_names) if stacks is None else stacks
+        stacks, device = stacks or self.anatomy.stacks(config.part_names), execution_device(self.model)
         by_name = {stack.name: stack for stack in stacks}
         before = {name: self.encoding.record.stacks[name] for name in kept} if kept and self.encoding else {}
         moved = {name: placed for name, placed in before.items() if name in by_name and not placed.holds(by_name[name])}
@@ -125,10 +124,10 @@ class Transaction:
         reference = next(parameters, None)
         encoding.to(dtype=None if reference is None else reference.dtype)
         computed = computed_buffers(encoding)
-        encoding.to(device=anatomy.device)
+        encoding.to(device=device)
         for stack in stacks:
             encoding.stacks[stack.name].follow_layers(stack)
-        if anatomy.device.type == "meta":  # No checkpoint has their values.
+        if device.type == "meta":  # No checkpoint has their values.
             for module, name, buffer in computed:
                 module._buffers[name] = buffer
         for name, placed in moved.items():
@@ -187,11 +186,10 @@ class Transaction:
         if before is encoding:
             yield
             return
-        problem = "" if before is None else self.change()
-        if problem:
+        if problem := self.change():
             raise UnsupportedError(f"This {type(self.model).__name__} is not as it was patched: {problem}")
         self.refuse_running()
-        self._refuse_foreign_forwards(before if encoding is None else encoding)
+        self._refuse_foreign_forwards(cast("PositionEncoding", encoding or before))
         try:
             self._replace_encoding(encoding)
             yield
@@ -273,12 +271,12 @@ class Transaction:
             "keeps the parameters of the layers that are still there."
         )
 
-    def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
+    def _refuse_foreign_forwards(self, encoding: PositionEncoding) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace."""
-        for stack in [] if encoding is None else self.anatomy.stacks(encoding.config.part_names):
+        for stack in self.anatomy.stacks(encoding.config.part_names):
             for site in (*stack.attentions, *stack.rotaries, *stack.layout.vector_sites(stack)):
                 refuse_foreign_forward(site.module, f"{stack.path}.{site.path}".lstrip("."))
-            for path in [] if encoding is None else encoding.stacks[stack.name].cross:
+            for path in encoding.stacks[stack.name].cross:
                 refuse_foreign_forward(stack.module.get_submodule(path), f"{stack.path}.{path}".lstrip("."))
 
     @ordinary_context()

@@ -302,7 +302,6 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         time_major=True,
         mechanism="Transformer-XL bias",
         silence=silencer("r", "r_r_bias", rel_shift_bnij=zero_relative_shift),
-        head_shape=lambda module, config: (config.n_head, config.d_head),
         causal=lambda config: config.attn_type == "uni",
     ),
     ("cpmant",): Architecture(
@@ -341,8 +340,6 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         kept=("the bias of places on the page",),
     ),
     ("squeezebert",): Architecture(channels_first=True),
-    # Attention computes only some of the heads; a convolution replaces the others.
-    ("convbert",): Architecture(head_shape=lambda module, _: (module.num_attention_heads, module.attention_head_size)),
     ("diffusion_gemma",): Architecture(limits=CACHE_OF_OTHERS),
     ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
     ("udop",): Architecture(
