@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
-from hf_posenc.attention.key_channels import append_features, features_of, split_features, width_with_features
+from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -418,7 +418,7 @@ class AttentionSite(PairwiseSite):
         if keys is None or keys.dim() < 4:
             return None
         keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
-        return features_of(keys, self.encoding.feature_heads, self.encoding.num_features)
+        return split_features(keys, self.encoding.feature_heads, self.encoding.num_features)[1]
 
     def _check_cached(
         self, update: Callable[..., Any], features: int, width: int, layer_idx: int = 0, *_: Any, **__: Any
@@ -431,7 +431,7 @@ class AttentionSite(PairwiseSite):
         if not isinstance(layer_idx, int) or layer_idx >= len(layers):
             return
         cache, encoding = layers[layer_idx], self.encoding
-        if features and isinstance(cache, QUANTISED_LAYER):
+        if features and type(cache) is not DynamicLayer and isinstance(cache, QUANTISED_LAYER):
             bias = encoding.logit_bias
             assert bias is not None
             QUANTISED_CACHE.refuse({Need.FEATURES: bias}, f"the scheme of {type(self.module).__name__}")

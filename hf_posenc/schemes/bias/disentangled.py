@@ -105,11 +105,13 @@ class DisentangledBias(PairwiseBias):
         rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
         if Tensor not in map(type, factors) and distances_of_run(pairs) is not None:
             compute = functools.partial(_vectors, rows=rows[0], occurring=occurring, factors=factors)
-            of_keys, of_queries = pairs.keys.of_weights(self, ("vectors", factors, len(rows[0])), compute)
-            products = [] if of_queries is None else [at_distances(pairs.query.float() @ of_queries)]
-            if of_keys is not None:
-                products.append(at_distances(pairs.expanded_key.float() @ of_keys).transpose(-1, -2))
-            return functools.reduce(torch.add, products)
+            (vectors,) = pairs.keys.of_weights(self, ("vectors", factors, len(rows[0])), compute)
+            # Queries and keys together need as many operators as one of them.
+            heads = [] if self.key_weight is None else [pairs.query]
+            heads += [] if self.query_weight is None else [pairs.expanded_key]
+            products = at_distances(torch.stack(heads).float() @ vectors).unbind(0)
+            of_keys = [] if self.query_weight is None else [products[-1].transpose(-1, -2)]
+            return functools.reduce(torch.add, [*products[: len(heads) - len(of_keys)], *of_keys])
         if self.query_weight is not None:
             table = self.query_weight.narrow(1, *occurring).float()
             of_keys = select_rows_of_keys(pairs.expanded_key.float(), table, rows)
@@ -126,26 +128,27 @@ class DisentangledBias(PairwiseBias):
 
 def _vectors(
     layers: Sequence[DisentangledBias], rows: Tensor, occurring: tuple[int, int], factors: tuple[Any, Any]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The vectors of keys, and those of queries, `(layers, heads, head_dim, distances)` float32, scaled.
+) -> tuple[Tensor]:
+    """The vectors of keys for queries, then those of queries, `(layers, terms, 1, heads, head_dim, distances)` float32.
 
     Args:
         layers: the biases.
         rows: `(query_len, key_len)`, of `clipped_rows`.
         occurring: of `clipped_rows`.
-        factors: of queries and of keys.
+        factors: of queries and of keys. The vectors are scaled by them.
     """
     # The last query has the distances to all earlier keys, and the first one those to all later ones.
     of_run = torch.cat((rows[-1, :-1], rows[0]))
 
-    def of(tables: list[Tensor | None], rows: Tensor, factor: float) -> Tensor | None:
+    def of(name: str, rows: Tensor, factor: float) -> list[Tensor]:
+        tables = [getattr(layer, name) for layer in layers]
         if tables[0] is None:
-            return None
-        parts = torch.stack([table.narrow(1, *occurring) for table in cast("list[Tensor]", tables)])
-        return parts.float().index_select(2, rows).transpose(-1, -2) * factor
+            return []
+        parts = torch.stack([table.narrow(1, *occurring) for table in tables]).float()
+        return [parts.index_select(2, rows).transpose(-1, -2).unsqueeze(1) * factor]
 
-    of_keys = of([layer.query_weight for layer in layers], of_run.flip(0), factors[1])
-    return of_keys, of([layer.key_weight for layer in layers], of_run, factors[0])
+    terms = [*of("key_weight", of_run, factors[0]), *of("query_weight", of_run.flip(0), factors[1])]
+    return (torch.stack(terms, dim=1),)
 
 
 @register_scheme

@@ -148,9 +148,10 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
             partner = _partner(x, layout)
         else:
             partner = x.index_select(-1, _neighbours(width).on(x.device))
-        if heads == 1:
+        if heads == 1 or torch.is_grad_enabled():
             return x * direct + partner * other
-        # No model in transformers has factors per head, so the result need not be bit-equal to any.
+        # No model in transformers has factors per head, so the result need not be bit-equal to any. The gradient of one
+        # operator would take more of them.
         return torch.addcmul(x * direct, partner, other)
     if x.shape[-2] == 1 and heads not in (1, x.shape[1]) and not traced():
         # One token: its query heads take the place of tokens of their key head.
