@@ -24,11 +24,6 @@ def num_channels(numbers: int, dtype: torch.dtype) -> int:
     return -(-numbers * _CHANNELS[dtype] // in_unit) * in_unit
 
 
-def width_with_features(key: Tensor, num_heads: int, num_features: int) -> int:
-    """Returns the width of a key `(batch, key_value_heads, length, width)` with the features of some heads."""
-    return key.shape[-1] + num_channels(max(1, num_heads // key.shape[1]) * num_features, key.dtype)
-
-
 def append_features(key: Tensor, features: Tensor) -> Tensor:
     """Appends features to keys as additional channels.
 

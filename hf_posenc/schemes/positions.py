@@ -347,16 +347,15 @@ class AttentionPairs:
         return torch.baddbmm(added, queries, keys, alpha=factor).view(shape)
 
     def ones_from(self, values: Tensor, first: int) -> Tensor | None:
-        """`(key_len, key_len)`: values of keys times this are the sums of those of each key's own and later keys.
+        """`(key_len, key_len)`: values of keys times this are sums over the key `first` later and all after it.
 
-        With `first` 1, those of later keys alone. A product and its gradient are one operator each, unlike a sum in the
-        other direction. `None` for many keys, and where products may be rounded.
+        A product and its gradient are one operator each. `None` for many keys, and where products may be rounded.
         """
         length = values.shape[-1]
         if not values.is_cpu or length > FEW_KEYS or traced():
             return None
-        name = ("ones from", first, length, values.dtype)
-        return self.remembered(name, lambda: values.new_ones(length, length).tril(-first))
+        options: dict[str, Any] = {"dtype": values.dtype, "device": values.device}
+        return self.remembered(("ones", first, length), lambda: torch.ones(length, length, **options).tril(-first))
 
     @property
     def is_small(self) -> bool:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
-from hf_posenc.attention.key_channels import append_features, split_features, width_with_features
+from hf_posenc.attention.key_channels import append_features, num_channels, split_features
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -392,18 +392,23 @@ class AttentionSite(PairwiseSite):
                 self._check_cached(update, features, key.shape[-1], *args, **kwargs)
             return update(key, value_states, *args, **kwargs)
         is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
-        rotation = encoding.rotation_before_cache
-        rotation = rotation if rotation is None or (is_mapped and self.rotates_before_cache(key)) else None
+        # Complete heads are rotated by the layer's input before they are cached.
+        whole = key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
+        rotation = encoding.rotation_before_cache if is_mapped and whole and encoding.rotates_by_input else None
         new = self.new_features(call)
         if rotation is not None and rotation.angles_of_own_token:
             return update(self.rotated_before_cache(call, key, new), value_states, *args, **kwargs)
-        width = width_with_features(key, encoding.feature_heads, features)
+        numbers = max(1, encoding.feature_heads // key.shape[1]) * features
+        width = key.shape[-1] + num_channels(numbers, key.dtype)
         self._check_cached(update, features, width, *args, **kwargs)
         layer = None if rotation is None else plain_layer(call.state.cache_object, *args, **kwargs)
         if layer is not None:
             # A graph does not know how many slots of a static cache are filled.
             in_slots = isinstance(layer, StaticLayer) and isinstance(call.state.offset, Tensor)
-            cached = self._cached_features(layer, None if in_slots else call.state.offset)
+            keys, length, cached = getattr(layer, "keys", None), call.state.offset, None
+            if keys is not None and keys.dim() == 4:  # Otherwise the layer has no keys yet.
+                keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
+                cached = split_features(keys, encoding.feature_heads, features)[1]
             key = self.rotated_before_cache(call, key, new, cached, in_slots)
         keys, values = update(append_features(key, new), value_states, *args, **kwargs)
         keys = heads_first(keys) if keys.dim() == 3 else keys
@@ -411,14 +416,6 @@ class AttentionSite(PairwiseSite):
             return keys[..., : key.shape[-1]], values
         keys, call.key_features = split_features(keys, encoding.feature_heads, features)
         return keys, values
-
-    def _cached_features(self, layer: Any, length: int | Tensor | None) -> Tensor | None:
-        """The features of the first tokens in a layer of a cache, or of all slots; `None` before it has any."""
-        keys = getattr(layer, "keys", None)
-        if keys is None or keys.dim() < 4:
-            return None
-        keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
-        return split_features(keys, self.encoding.feature_heads, self.encoding.num_features)[1]
 
     def _check_cached(
         self, update: Callable[..., Any], features: int, width: int, layer_idx: int = 0, *_: Any, **__: Any

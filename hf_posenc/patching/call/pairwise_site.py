@@ -98,13 +98,6 @@ class PairwiseSite(LogitSite):
                     query, key = call.state.replica(summand).rotated(of_summand)
         return query, key
 
-    def rotates_before_cache(self, key: Tensor) -> bool:
-        """Whether the layer's input rotates new keys before they are cached: if they are complete heads by then."""
-        encoding = self.encoding
-        if encoding.rotation_before_cache is None or not encoding.rotates_by_input:
-            return False
-        return key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
-
     def rotated_before_cache(
         self, call: LayerCall, key: Tensor, features: Tensor, cached: Tensor | None = None, in_slots: bool = False
     ) -> Tensor:

@@ -107,11 +107,12 @@ class DisentangledBias(PairwiseBias):
             compute = functools.partial(_vectors, rows=rows[0], occurring=occurring, factors=factors)
             (vectors,) = pairs.keys.of_weights(self, ("vectors", factors, len(rows[0])), compute)
             # Queries and keys together need as many operators as one of them.
-            heads = [] if self.key_weight is None else [pairs.query]
-            heads += [] if self.query_weight is None else [pairs.expanded_key]
-            products = at_distances(torch.stack(heads).float() @ vectors).unbind(0)
-            of_keys = [] if self.query_weight is None else [products[-1].transpose(-1, -2)]
-            return functools.reduce(torch.add, [*products[: len(heads) - len(of_keys)], *of_keys])
+            terms = ((self.key_weight, pairs.query), (self.query_weight, pairs.expanded_key))
+            heads = torch.stack([heads for weight, heads in terms if weight is not None]).float()
+            products = [*at_distances(heads @ vectors).unbind(0)]
+            if self.query_weight is not None:
+                products[-1] = products[-1].transpose(-1, -2)
+            return functools.reduce(torch.add, products)
         if self.query_weight is not None:
             table = self.query_weight.narrow(1, *occurring).float()
             of_keys = select_rows_of_keys(pairs.expanded_key.float(), table, rows)
@@ -139,16 +140,13 @@ def _vectors(
     """
     # The last query has the distances to all earlier keys, and the first one those to all later ones.
     of_run = torch.cat((rows[-1, :-1], rows[0]))
-
-    def of(name: str, rows: Tensor, factor: float) -> list[Tensor]:
+    terms = []
+    for name, run, factor in (("key_weight", of_run, factors[0]), ("query_weight", of_run.flip(0), factors[1])):
         tables = [getattr(layer, name) for layer in layers]
-        if tables[0] is None:
-            return []
-        parts = torch.stack([table.narrow(1, *occurring) for table in tables]).float()
-        return [parts.index_select(2, rows).transpose(-1, -2).unsqueeze(1) * factor]
-
-    terms = [*of("key_weight", of_run, factors[0]), *of("query_weight", of_run.flip(0), factors[1])]
-    return (torch.stack(terms, dim=1),)
+        if tables[0] is not None:
+            parts = torch.stack([table.narrow(1, *occurring) for table in tables]).float()
+            terms.append(parts.index_select(2, run).transpose(-1, -2) * factor)
+    return (torch.stack(terms, dim=1).unsqueeze(2),)
 
 
 @register_scheme

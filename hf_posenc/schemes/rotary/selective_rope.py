@@ -134,7 +134,7 @@ class SelectiveRotation(ContextualRotation):
         count, length = self.kernel.shape[1], features.shape[-2]
         current = features if self.gate_weight is None else features[..., :count]
         earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if neighbours else current
-        if not traced() and length <= FEW_KEYS and not any(same is not None for same in neighbours):
+        if not traced() and length <= FEW_KEYS and Tensor not in map(type, neighbours):
             # The fewest operators. For a long text, these products would need much memory.
             combined = (earlier.unfold(-2, taps.shape[-1], 1) * taps).sum(-1)
         else:
@@ -195,7 +195,7 @@ def _weights(keys: Positions, steps: int, gates: Tensor | None = None) -> Tensor
         `(batch or 1, key_value_heads or 1, steps, key_len)` float32.
     """
     order, back, neighbours = _in_order(keys, steps)
-    if gates is None and order is None and not any(same is not None for same in neighbours):
+    if gates is None and order is None and Tensor not in map(type, neighbours):
         length = keys.ids.shape[-1]
         return torch.ones(1, 1, steps, length, device=keys.ids.device).tril(length - steps)
     real = (keys.ids >= 0).float()[:, None, :, None]
