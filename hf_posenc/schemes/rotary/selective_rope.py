@@ -138,8 +138,8 @@ class SelectiveRotation(ContextualRotation):
             # The fewest operators. For a long text, these products would need much memory.
             combined = (earlier.unfold(-2, taps.shape[-1], 1) * taps).sum(-1)
         else:
-            *before, own = taps.unbind(-1)
-            combined = current * own
+            *before, newest = taps.unbind(-1)
+            combined = current * newest
             for start, (same, tap) in enumerate(zip(reversed(neighbours), before, strict=True)):
                 shifted = earlier.narrow(-2, start, length)
                 combined = torch.addcmul(combined, shifted if same is None else shifted * same, tap)
