@@ -24,11 +24,6 @@ def num_channels(numbers: int, dtype: torch.dtype) -> int:
     return -(-numbers * _CHANNELS[dtype] // in_unit) * in_unit
 
 
-def width_with_features(key: Tensor, num_heads: int, num_features: int) -> int:
-    """Returns the width of a key `(batch, key_value_heads, length, width)` with the features of some heads."""
-    return key.shape[-1] + num_channels(max(1, num_heads // key.shape[1]) * num_features, key.dtype)
-
-
 def append_features(key: Tensor, features: Tensor) -> Tensor:
     """Appends features to keys as additional channels.
 
@@ -75,21 +70,16 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
         `(batch, key_value_heads, length, width)` in the dtype of the key, and `(batch, num_heads, length,
         num_features)` float32.
     """
-    plain = key.shape[-1] - num_channels(max(1, num_heads // key.shape[1]) * num_features, key.dtype)
-    return key[..., :plain], features_of(key, num_heads, num_features)
-
-
-def features_of(key: Tensor, num_heads: int, num_features: int) -> Tensor:
-    """The features alone, of the arguments of `split_features`."""
-    per_key = max(1, num_heads // key.shape[1]) * num_features
-    count, first = _CHANNELS[key.dtype], key.shape[-1] - num_channels(per_key, key.dtype)
-    channels = key[..., first : first + count * per_key]
+    per_key, count = max(1, num_heads // key.shape[1]) * num_features, _CHANNELS[key.dtype]
+    used, added = count * per_key, num_channels(per_key, key.dtype)
+    # One operator for all views.
+    key, channels, _ = key.split_with_sizes([key.shape[-1] - added, used, added - used], dim=-1)
     if count > 1:
         channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
     if num_heads == key.shape[1]:
-        return channels.float()
+        return key, channels.float()
     if num_heads < key.shape[1]:
         channels = channels[:, :: key.shape[1] // num_heads]
     if num_features > 1:
         channels = channels.unflatten(-1, (-1, num_features))
-    return channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features).float()
+    return key, channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features).float()

@@ -29,7 +29,7 @@ from hf_posenc.schemes.weights import (
 )
 
 #: Up to this many keys, layers share what follows from the positions of all pairs.
-_FEW_KEYS = 128
+FEW_KEYS = 128
 
 
 def softplus(numbers: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Positions:
     @property
     def may_hold_padding(self) -> bool:
         """False if no token is padding. Always true on accelerators, which would have to synchronise, and in graphs."""
-        if self.ids.device.type != "cpu" or traced():
+        if not self.ids.is_cpu or traced():
             return True
         known: bool | None = self.__dict__.get("_holds_padding")
         if known is None:
@@ -333,9 +333,9 @@ class AttentionPairs:
         shape, counts_all = (*query.shape[:3], key.shape[2]), self.counts_all
         if isinstance(factor, Tensor) or (counts_all and factor != 1):
             query, factor = query * factor, 1.0
-        queries, keys = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
         if counts_all:
-            return torch.bmm(queries, keys).view(shape)
+            return query @ key.transpose(2, 3)
+        queries, keys = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
 
         def mask() -> Tensor:
             hidden = self.uncounted
@@ -346,10 +346,21 @@ class AttentionPairs:
         added = added[0] if added.shape[0] == 1 else added.expand(shape).flatten(0, 1)
         return torch.baddbmm(added, queries, keys, alpha=factor).view(shape)
 
+    def ones_from(self, values: Tensor, first: int) -> Tensor | None:
+        """`(key_len, key_len)`: values of keys times this are sums over the key `first` later and all after it.
+
+        A product and its gradient are one operator each. `None` for many keys, and where products may be rounded.
+        """
+        length = values.shape[-1]
+        if not values.is_cpu or length > FEW_KEYS or traced():
+            return None
+        options: dict[str, Any] = {"dtype": values.dtype, "device": values.device}
+        return self.remembered(("ones", first, length), lambda: torch.ones(length, length, **options).tril(-first))
+
     @property
     def is_small(self) -> bool:
         """Whether layers may share numbers of all pairs. A graph must not depend on the number of keys."""
-        return self.query_slots.shape[0] == 1 or (not traced() and self.key.shape[-2] <= _FEW_KEYS)
+        return self.query_slots.shape[0] == 1 or (not traced() and self.key.shape[-2] <= FEW_KEYS)
 
     def remembered(self, name: Hashable, compute: Callable[[], Value]) -> Value:
         """`compute()`, evaluated once for all layers if queries or keys are few. It may only use positions and slots.

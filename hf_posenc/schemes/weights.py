@@ -27,7 +27,7 @@ _FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
 
 def traced() -> bool:
     """Whether the code is being traced by a compiler or an exporter, so that values of tensors cannot be read."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def exporting() -> bool:

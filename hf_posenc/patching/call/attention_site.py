@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_posenc.attention.backends import Attention
 from hf_posenc.attention.forms import BiasForm
-from hf_posenc.attention.key_channels import append_features, features_of, split_features, width_with_features
+from hf_posenc.attention.key_channels import append_features, num_channels, split_features
 from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -400,18 +400,23 @@ class AttentionSite(PairwiseSite):
                 self._check_cached(update, key.shape[-1], *args, **kwargs)
             return update(key, value_states, *args, **kwargs)
         is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
+        # Complete heads are rotated by the layer's input before they are cached.
         are_whole = key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
         rotation = encoding.rotation_before_cache if is_mapped and are_whole else None
         new = self.new_features(call)
         if rotation is not None and rotation.angles_of_own_token:
             return update(self.rotated_before_cache(call, key, new), value_states, *args, **kwargs)
-        width = width_with_features(key, encoding.feature_heads, features)
+        numbers = max(1, encoding.feature_heads // key.shape[1]) * features
+        width = key.shape[-1] + num_channels(numbers, key.dtype)
         self._check_cached(update, width, *args, **kwargs)
         layer = None if rotation is None else plain_layer(call.state.cache_object, *args, **kwargs)
         if layer is not None:
             # A graph does not know how many slots of a static cache are filled.
             in_slots = isinstance(layer, StaticLayer) and isinstance(call.state.offset, Tensor)
-            cached = self._cached_features(layer, None if in_slots else call.state.offset)
+            keys, length, cached = getattr(layer, "keys", None), call.state.offset, None
+            if keys is not None and keys.dim() == 4:  # Otherwise the layer has no keys yet.
+                keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
+                cached = split_features(keys, encoding.feature_heads, features)[1]
             key = self.rotated_before_cache(call, key, new, cached, in_slots)
         keys, values = update(append_features(key, new), value_states, *args, **kwargs)
         keys = heads_first(keys) if keys.dim() == 3 else keys
@@ -419,14 +424,6 @@ class AttentionSite(PairwiseSite):
             return keys[..., : key.shape[-1]], values
         keys, call.key_features = split_features(keys, encoding.feature_heads, features)
         return keys, values
-
-    def _cached_features(self, layer: Any, length: int | Tensor | None) -> Tensor | None:
-        """The features of the first tokens in a layer of a cache, or of all slots; `None` before it has any."""
-        keys = getattr(layer, "keys", None)
-        if keys is None or keys.dim() < 4:
-            return None
-        keys = keys[:, :, :length] if isinstance(length, int) and keys.shape[2] != length else keys
-        return features_of(keys, self.encoding.feature_heads, self.encoding.num_features)
 
     def _check_cached(self, update: Callable[..., Any], width: int, layer_idx: int = 0, *_: Any, **__: Any) -> None:
         """Refuses a cache that was not filled by this model, such as prefix tuning or the cache of another model.
@@ -438,7 +435,7 @@ class AttentionSite(PairwiseSite):
             return
         cache, encoding = layers[layer_idx], self.encoding
         part = encoding.logit_bias if encoding.num_features else encoding.query_key_map
-        if encoding.num_features and isinstance(cache, QUANTISED_LAYER):
+        if encoding.num_features and type(cache) is not DynamicLayer and isinstance(cache, QUANTISED_LAYER):
             QUANTISED_CACHE.refuse({Need.FEATURES: cast("Part", part)}, f"the scheme of {type(self.module).__name__}")
         cached = getattr(cache, "keys", None)
         if not isinstance(cached, Tensor) or cached.shape[-1] == width or not cached.numel():

@@ -124,7 +124,7 @@ def recorded_heads(
     recorded = []
     for recorder, bias in recorders:
         scaling = bias.pairs.scaling * bias.pairs.query_factor * bias.pairs.key_factor
-        heads = {"query": recorder.query, "key": recorder.key, "scaling": scaling}
+        heads: dict[str, Any] = {"query": recorder.query, "key": recorder.key, "scaling": scaling}
         recorded.append(dataclasses.replace(bias.pairs, **heads, query_factor=1.0, key_factor=1.0))
     return recorded
 

@@ -58,7 +58,9 @@ class CopeBias(PairwiseBias):
         key = pairs.expanded_key.float()
         key = key[..., first:, :] if first else key
         logits = pairs.products_of(pairs.query.float(), key, -torch.inf, pairs.scaling)
-        return torch.sigmoid(logits).flip(-1).cumsum(dim=-1).flip(-1)
+        gates = torch.sigmoid(logits)
+        ones = pairs.ones_from(gates, 0)
+        return gates.flip(-1).cumsum(dim=-1).flip(-1) if ones is None else gates @ ones
 
     def _keys_beyond_the_table(self, pairs: AttentionPairs) -> int:
         """Returns how many leading keys are at the table's last row for every query.

@@ -105,10 +105,13 @@ class DisentangledBias(PairwiseBias):
         rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
         if Tensor not in map(type, factors) and distances_of_run(pairs) is not None:
             compute = functools.partial(_vectors, rows=rows[0], occurring=occurring, factors=factors)
-            of_keys, of_queries = pairs.keys.of_weights(self, ("vectors", factors, len(rows[0])), compute)
-            products = [] if of_queries is None else [at_distances(pairs.query.float() @ of_queries)]
-            if of_keys is not None:
-                products.append(at_distances(pairs.expanded_key.float() @ of_keys).transpose(-1, -2))
+            (vectors,) = pairs.keys.of_weights(self, ("vectors", factors, len(rows[0])), compute)
+            # Queries and keys together need as many operators as one of them.
+            terms = ((self.key_weight, pairs.query), (self.query_weight, pairs.expanded_key))
+            heads = torch.stack([heads for weight, heads in terms if weight is not None]).float()
+            products = [*at_distances(heads @ vectors).unbind(0)]
+            if self.query_weight is not None:
+                products[-1] = products[-1].transpose(-1, -2)
             return functools.reduce(torch.add, products)
         if self.query_weight is not None:
             table = self.query_weight.narrow(1, *occurring).float()
@@ -126,26 +129,24 @@ class DisentangledBias(PairwiseBias):
 
 def _vectors(
     layers: Sequence[DisentangledBias], rows: Tensor, occurring: tuple[int, int], factors: tuple[Any, Any]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The vectors of keys, and those of queries, `(layers, heads, head_dim, distances)` float32, scaled.
+) -> tuple[Tensor]:
+    """The vectors of keys for queries, then those of queries, `(layers, terms, 1, heads, head_dim, distances)` float32.
 
     Args:
         layers: the biases.
         rows: `(query_len, key_len)`, of `clipped_rows`.
         occurring: of `clipped_rows`.
-        factors: of queries and of keys.
+        factors: of queries and of keys. The vectors are scaled by them.
     """
     # The last query has the distances to all earlier keys, and the first one those to all later ones.
     of_run = torch.cat((rows[-1, :-1], rows[0]))
-
-    def of(tables: list[Tensor | None], rows: Tensor, factor: float) -> Tensor | None:
-        if tables[0] is None:
-            return None
-        parts = torch.stack([table.narrow(1, *occurring) for table in cast("list[Tensor]", tables)])
-        return parts.float().index_select(2, rows).transpose(-1, -2) * factor
-
-    of_keys = of([layer.query_weight for layer in layers], of_run.flip(0), factors[1])
-    return of_keys, of([layer.key_weight for layer in layers], of_run, factors[0])
+    terms = []
+    for name, run, factor in (("key_weight", of_run, factors[0]), ("query_weight", of_run.flip(0), factors[1])):
+        tables = [getattr(layer, name) for layer in layers]
+        if tables[0] is not None:
+            parts = torch.stack([table.narrow(1, *occurring) for table in tables]).float()
+            terms.append(parts.index_select(2, run).transpose(-1, -2) * factor)
+    return (torch.stack(terms, dim=1).unsqueeze(2),)
 
 
 @register_scheme

@@ -58,8 +58,12 @@ class GrapeApBias(PairwiseBias):
         query = self._projected(pairs.hidden_states) if pairs.query_features is None else pairs.query_features
         products_of = self._products_of_one_query if pairs.is_single else self._products
         products = products_of(query, pairs.key_features, pairs)
-        sums = nn.functional.logsigmoid(products).cumsum(dim=-1)
-        return self._slopes.on(sums.device) * (sums[..., -1:] - sums)
+        penalties, slopes = nn.functional.logsigmoid(products), self._slopes.on(products.device)
+        ones = pairs.ones_from(penalties, 1)
+        if ones is not None:
+            return penalties @ ones * slopes
+        sums = penalties.cumsum(dim=-1)
+        return slopes * (sums[..., -1:] - sums)
 
     def _products(self, query: Tensor, key_features: Tensor, pairs: AttentionPairs) -> Tensor:
         """`p_i . R_l n_l / width` of all pairs. The logarithm of the sigmoid of infinity, of uncounted keys, is 0."""

@@ -115,17 +115,15 @@ def at_distances(products: Tensor) -> Tensor:
     return products.as_strided((*products.shape[:-1], length), strides, products.storage_offset() + (length - 1) * last)
 
 
-def products_with_vectors(pairs: AttentionPairs, of_keys: Tensor, of_queries: Tensor | None = None) -> Tensor:
+def products_with_vectors(pairs: AttentionPairs, of_keys: Tensor, of_queries: Tensor) -> Tensor:
     """Each key times its vector, plus a single query times that of the key, `(batch, heads, 1, key_len)` float32.
 
     Args:
         pairs: a query and keys.
         of_keys: `(heads, key_len or 1, head_dim)`.
-        of_queries: `(heads, key_len, head_dim)`, or `None`.
+        of_queries: `(heads, key_len, head_dim)`.
     """
-    products = pairs.expanded_key.float() * of_keys
-    if of_queries is not None:
-        products = torch.addcmul(products, pairs.query.float(), of_queries)
+    products = torch.addcmul(pairs.expanded_key.float() * of_keys, pairs.query.float(), of_queries)
     return products.sum(-1).unsqueeze(-2)
 
 

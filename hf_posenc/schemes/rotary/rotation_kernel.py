@@ -47,13 +47,6 @@ class RotationFactors(NamedTuple):
         """Both factors, changed by a function."""
         return RotationFactors(change(self.direct), None if self.other is None else change(self.other))
 
-    def for_heads(self, heads: int) -> RotationFactors:
-        """Repeats factors per key head for the query heads."""
-        key_heads = self.direct.shape[1]
-        if key_heads in (1, heads):
-            return self
-        return self.each(lambda factor: factor.repeat_interleave(heads // key_heads, dim=1))
-
 
 def for_both_of_pair(values: Tensor, layout: str) -> Tensor:
     """Repeats a value per pair, `(..., rotary_dim / 2)`, for both dimensions of the pair, `(..., rotary_dim)`."""
@@ -148,14 +141,15 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
             partner = _partner(x, layout)
         else:
             partner = x.index_select(-1, _neighbours(width).on(x.device))
-        if heads == 1:
+        if heads == 1 or torch.is_grad_enabled():
             return x * direct + partner * other
-        # No model in transformers has factors per head, so the result need not be bit-equal to any.
+        # No stock model has factors per head, which might be rounded otherwise. The gradient would take more operators.
         return torch.addcmul(x * direct, partner, other)
     if x.shape[-2] == 1 and heads not in (1, x.shape[1]) and not traced():
         # One token: its query heads take the place of tokens of their key head.
         return apply_rotation(x.reshape(x.shape[0], heads, -1, x.shape[-1]), factors, layout).view(x.shape)
-    factors = factors.for_heads(x.shape[1])
+    if heads not in (1, x.shape[1]):  # Factors of key heads are those of their query heads.
+        factors = factors.each(lambda factor: factor.repeat_interleave(x.shape[1] // heads, dim=1))
     if x.numel() <= _FEW or _needs_plain_torch(x, factors):
         return _rotated_without_kernel(x, factors, layout)
     if torch.is_grad_enabled() and x.requires_grad:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import Positions, tokens_at
+from hf_posenc.schemes.positions import FEW_KEYS, Positions, tokens_at
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, unfilled
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.rotation_kernel import (
@@ -72,10 +72,10 @@ class SelectiveRotation(ContextualRotation):
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
         order, back, neighbours = _in_order(keys, self.kernel.shape[-1])
-        taps = keys.of_weights(self, "taps", self._taps)
+        (taps,) = keys.of_weights(self, "taps", self._taps)
         if order is None or back is None:
-            return self._sums(features, neighbours, *taps)
-        return tokens_at(self._sums(tokens_at(features, order), neighbours, *taps), back)
+            return self._sums(features, neighbours, taps)
+        return tokens_at(self._sums(tokens_at(features, order), neighbours, taps), back)
 
     def factors(
         self, features: Tensor, keys: Positions, dtype: torch.dtype, cached: Tensor | None = None
@@ -119,24 +119,30 @@ class SelectiveRotation(ContextualRotation):
             return factors_of_angles(angles[..., :1, :], self.layout, dtype)
         return factors_of_signed_angles(angles.flatten(-2).unsqueeze(-2), dtype)
 
-    def _taps(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor, ...]:
-        """The steps of kernels times frequencies, that of the token itself last, `(layers, heads, 1, count)`."""
+    def _taps(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
+        """The steps of kernels times frequencies, that of the token itself last, `(layers, heads, 1, count, steps)`."""
         kernels = torch.stack([layer.kernel for layer in layers]).float()
-        return (kernels * self._frequencies.on(kernels.device).unsqueeze(-1)).unsqueeze(-3).unbind(-1)
+        return ((kernels * self._frequencies.on(kernels.device).unsqueeze(-1)).unsqueeze(-3),)
 
     def _signed_kernels(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
         """`(layers, heads, steps, 2, count)` float32: all of `_taps`, with the signs of signed angles."""
-        return (signed_for_both_of_pair(torch.cat(self._taps(layers), dim=-2), self.layout).unflatten(-1, (2, -1)),)
+        steps = self._taps(layers)[0].squeeze(-3).transpose(-1, -2)
+        return (signed_for_both_of_pair(steps, self.layout).unflatten(-1, (2, -1)),)
 
-    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...], *taps: Tensor) -> Tensor:
+    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...], taps: Tensor) -> Tensor:
         """`angles` for tokens without padding between them, the `_neighbours` of these, and the `_taps`."""
         count, length = self.kernel.shape[1], features.shape[-2]
         current = features if self.gate_weight is None else features[..., :count]
-        combined = current * taps[-1]
         earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if neighbours else current
-        for start, (same, tap) in enumerate(zip(reversed(neighbours), taps[:-1], strict=True)):
-            shifted = earlier.narrow(-2, start, length)
-            combined = torch.addcmul(combined, shifted if same is None else shifted * same, tap)
+        if not traced() and length <= FEW_KEYS and Tensor not in map(type, neighbours):
+            # The fewest operators. For a long text, these products would need much memory.
+            combined = (earlier.unfold(-2, taps.shape[-1], 1) * taps).sum(-1)
+        else:
+            *before, newest = taps.unbind(-1)
+            combined = current * newest
+            for start, (same, tap) in enumerate(zip(reversed(neighbours), before, strict=True)):
+                shifted = earlier.narrow(-2, start, length)
+                combined = torch.addcmul(combined, shifted if same is None else shifted * same, tap)
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
         return combined.cumsum(dim=-2)
@@ -189,6 +195,9 @@ def _weights(keys: Positions, steps: int, gates: Tensor | None = None) -> Tensor
         `(batch or 1, key_value_heads or 1, steps, key_len)` float32.
     """
     order, back, neighbours = _in_order(keys, steps)
+    if gates is None and order is None and Tensor not in map(type, neighbours):
+        length = keys.ids.shape[-1]
+        return torch.ones(1, 1, steps, length, device=keys.ids.device).tril(length - steps)
     real = (keys.ids >= 0).float()[:, None, :, None]
     rows = [real if gates is None else real * gates]
     if gates is not None and order is not None:
