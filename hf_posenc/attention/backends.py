@@ -203,7 +203,8 @@ class MatrixAttention:
         query, key, value = autocast_inputs(query, key, value)
         rows = self._known
         if rows is None:
-            rows = masked_rows(self.form, *self.kernel.mask_arguments, query)
+            mask = mask_of_rows(*self.kernel.mask_arguments, query.device)
+            rows = masked_rows(self.form, mask, self.kernel.options[-1], 0, query.shape[2], key.shape[2], query)
             self._known = rows if has_shared_rows(self.form) else None
         return self.kernel(query, key, value, rows)
 
@@ -443,5 +444,4 @@ def _attend_in_graph(
     call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
     """With a mask and gradients."""
-    mask = call.mask[..., : key.shape[2]]
-    return attend_with_mask(call, form.rows(), mask, rows_without_keys(mask), module, query, key, value), None
+    return attend_with_mask(call, form.rows(), call.mask[..., : key.shape[2]], module, query, key, value), None

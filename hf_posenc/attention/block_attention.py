@@ -152,7 +152,6 @@ def attend_with_mask(
     call: AttentionCall,
     bias: Tensor,
     mask: Tensor | None,
-    empty: Tensor | None,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -161,10 +160,9 @@ def attend_with_mask(
     """Calls the function of a call with one additive mask instead of a mask and a bias.
 
     Args:
-        call: its mask is not used.
+        call: the call. Without a mask in it, every query sees a key.
         bias: `(batch or 1, heads, query_len, key_len)`.
         mask: `(batch or 1, heads or 1, query_len or 1, key_len)`, boolean (True = attend) or additive.
-        empty: of `rows_without_keys`.
         module: the attention module.
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
@@ -173,6 +171,7 @@ def attend_with_mask(
     Returns:
         `(batch, query_len, heads, value_dim)`.
     """
+    empty = None if mask is None or call.mask is None else rows_without_keys(mask)
     masked = merge_mask(mask, bias, query.dtype)
     masked = masked if empty is None else masked.masked_fill(empty, 0.0)
     output: Tensor = call.function(module, query, key, value, masked, *call.args, **call.kwargs)[0]

@@ -47,28 +47,25 @@ def attention_by_blocks(
     mask, scaling, call = call.mask, call.scaling(query), replace(call, kwargs=call.kwargs | {"is_causal": False})
     # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
     may_be_empty = mask is not None and mask.dtype != torch.bool
+    #: Rows of a distance bias with their mask, by the first of them. Layers share them.
     known: dict[int, Tensor] = {}
-
-    def rows(start: int, stop: int, seen: int, query: Tensor) -> Tensor:
-        """The rows of the bias. Layers with a distance bias share them."""
-        if start in known:
-            return known[start]
-        bias = masked_rows(form, mask, causal, start, stop, seen, query)
-        if has_shared_rows(form) and len(known) < MOST_MATRICES:
-            known[start] = bias
-        return bias
 
     def block(start: int, stop: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = stop if causal else key_length
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
-        rows_mask = None if plain and mask is None else mask_of_rows(mask, causal, start, stop, seen, query.device)
+        bias = known.get(start)
+        rows_mask = (
+            mask_of_rows(mask, causal, start, stop, seen, query.device) if bias is None or mask is not None else None
+        )
+        if not plain:
+            return attend_with_mask(call, form.rows(start, stop, seen), rows_mask, module, query, key, value)
         empty = None if mask is None or rows_mask is None else rows_without_keys(rows_mask)
-        if plain:
-            return block_attention(
-                query, key, value, rows(start, stop, seen, query), scaling, may_be_empty, empty=empty
-            )
-        return attend_with_mask(call, form.rows(start, stop, seen), rows_mask, empty, module, query, key, value)
+        if bias is None:
+            bias = masked_rows(form, rows_mask, empty, start, stop, seen, query)
+            if has_shared_rows(form) and len(known) < MOST_MATRICES:
+                known[start] = bias
+        return block_attention(query, key, value, bias, scaling, may_be_empty, empty=empty)
 
     sizes = SIZES[query.is_cpu]
     # Four blocks skip most of the invisible pairs.

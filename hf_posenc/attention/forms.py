@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.block_attention import for_kernel, rows_without_keys, without_empty_rows
+from hf_posenc.attention.block_attention import for_kernel, without_empty_rows
 from hf_posenc.schemes.parts import DistanceBias, OtherHeads, rows_of_terms
 from hf_posenc.schemes.weights import exporting, gradients_may_be_shared
 
@@ -252,14 +252,14 @@ def has_shared_rows(form: BiasForm) -> bool:
 
 
 def masked_rows(
-    form: BiasForm, mask: Tensor | None, causal: bool, start: int, stop: int, seen: int, query: Tensor
+    form: BiasForm, mask: Tensor | None, empty: Tensor | None, start: int, stop: int, seen: int, query: Tensor
 ) -> Tensor:
     """Rows of a bias with the smallest number at hidden pairs, in the dtype that the kernel takes.
 
     Args:
         form: the bias.
-        mask: boolean (visible pairs) or additive, or `None`.
-        causal: whether query i sees no key after key i.
+        mask: of `mask_of_rows`.
+        empty: of `rows_without_keys`.
         start: the first query.
         stop: the end of the queries (exclusive).
         seen: the number of keys.
@@ -271,11 +271,8 @@ def masked_rows(
         if converts and (mask is None or mask.dtype == torch.bool):
             # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
             form = replace(form, vector=for_kernel(form.vector, query))
-    bias = form.rows(start, stop, seen)
-    rows_mask = mask_of_rows(mask, causal, start, stop, seen, bias.device)
-    bias = with_mask(bias, rows_mask)
-    if mask is not None and rows_mask is not None:
-        bias = without_empty_rows(bias, rows_without_keys(rows_mask))
+    bias = with_mask(form.rows(start, stop, seen), mask)
+    bias = bias if empty is None else without_empty_rows(bias, empty)
     return for_kernel(bias, query) if converts else bias
 
 

@@ -12,7 +12,6 @@ gradient of the scores in float32: over each diagonal, over the queries of each 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from hf_posenc.attention.blockwise import (
 )
 from hf_posenc.attention.folding import fold, of_one_width
 from hf_posenc.attention.forms import FusedForm
-from hf_posenc.attention.windows import call_of, windows_of
+from hf_posenc.attention.windows import windows_of
 
 #: Minimum number of rows of a forward block if only the keys in a window are needed.
 _WINDOW_ROWS = 320
@@ -89,7 +88,7 @@ def _fused_attention(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    windows = windows_of(call_of(query, key, value, mask, scaling, causal), vector, terms)
+    windows = windows_of((query, key, value), vector, terms, mask, scaling, causal)
     query_length, sizes = query.shape[2], SIZES[query.is_cpu]
     if windows is not None:
         # Such a block has few heads, so each thread gets a tile of 64 rows.
@@ -161,11 +160,7 @@ def _fused_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients. `learned` selects those of the vector and of the terms; others are empty."""
     query_length = query.shape[2]
-    call = call_of(query, key, value, mask, scaling, causal, gradient)
-    if call is not None and any(learned):
-        # The gradient of a bias is summed in float32 for any dtype of the heads.
-        call = dataclasses.replace(call, share=min(call.share, torch.finfo(torch.float32).eps / 4))
-    windows = windows_of(call, vector, terms)
+    windows = windows_of((query, key, value), vector, terms, mask, scaling, causal, gradient, any(learned))
     bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
     of_vector, of_terms = _gradients_of_bias(query, vector, terms, learned)
 

@@ -14,7 +14,7 @@ from omitted distant queries.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -91,62 +91,55 @@ class Call:
         return torch.arange(self.key.shape[2] - self.query.shape[2], self.key.shape[2], device=self.key.device)
 
 
-def call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    causal: bool,
-    gradient: Tensor | None = None,
-) -> Call | None:
-    """Returns the call of a CPU kernel, or `None` if windows are not worthwhile or the mask is additive.
-
-    Args:
-        query: as in `Call`.
-        key: likewise.
-        value: likewise.
-        mask: `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`.
-        scaling: likewise.
-        causal: likewise.
-        gradient: likewise.
-    """
-    # Reading the bounds from an accelerator would synchronise it in every layer.
-    if query.device.type != "cpu" or not is_long_enough(query, key):
-        return None
-    sees_itself = None
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            return None
-        of_queries = mask[..., key.shape[2] - query.shape[2] :]
-        sees_itself = of_queries.diagonal(0, -2, -1) if mask.shape[2] > 1 else of_queries[:, :, 0]
-    share = torch.finfo(query.dtype).eps / 4
-    return Call(query, key, value, sees_itself, scaling, causal, share, gradient)
-
-
 def is_long_enough(query: Tensor, key: Tensor) -> bool:
     """Whether a call is long enough, and its queries have their own keys."""
     return key.shape[2] >= max(SHORTEST, query.shape[2]) and query.shape[2] > 1
 
 
-def windows_of(call: Call | None, vector: Tensor | None, terms: Tensor | None) -> Windows | None:
-    """Returns the windows of a bias, or `None` if all keys are needed.
+def windows_of(
+    heads: Sequence[Tensor],
+    vector: Tensor | None,
+    terms: Tensor | None,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    gradient: Tensor | None = None,
+    learned: bool = False,
+) -> Windows | None:
+    """Returns the windows of a bias in a call of a CPU kernel.
 
     Args:
-        call: the other inputs of the logits.
+        heads: queries, keys and values, as in `Call`.
         vector: `(heads, query_len + key_len - 1)`, the bias by rising distance, or `None`.
         terms: `(batch, heads, key_len)` float32, a number per key, of which each query subtracts its own, or `None`.
+        mask: `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`.
+        scaling: as in `Call`.
+        causal: likewise.
+        gradient: likewise.
+        learned: whether the gradient of the bias is needed. It is summed in float32 for any dtype of the heads.
+
+    Returns:
+        `None` if all keys are needed, if windows are not worthwhile, or if the mask is additive.
     """
-    if call is None:
+    query, key, value = heads
+    # Reading the bounds from an accelerator would synchronise it in every layer.
+    if query.device.type != "cpu" or not is_long_enough(query, key) or (mask is not None and mask.dtype != torch.bool):
         return None
+    sees_itself = None
+    if mask is not None:
+        of_queries = mask[..., key.shape[2] - query.shape[2] :]
+        sees_itself = of_queries.diagonal(0, -2, -1) if mask.shape[2] > 1 else of_queries[:, :, 0]
+    dtypes = (query.dtype, torch.float32) if learned else (query.dtype,)
+    share = min(torch.finfo(dtype).eps for dtype in dtypes) / 4
+    call = Call(query, key, value, sees_itself, scaling, causal, share, gradient)
     if terms is not None:
         sides = [terms.detach() + _largest_difference(vector, call).unsqueeze(-1)]
         own_term = terms.detach()[..., -1:]
     else:
         assert vector is not None
-        center = call.key.shape[2] - 1
+        center = key.shape[2] - 1
         behind, ahead = vector.detach()[:, : center + 1], vector.detach()[:, center:].flip(-1)
-        sides, own_term = [behind] if call.causal else [behind, ahead], behind[:, -1:]
+        sides, own_term = [behind] if causal else [behind, ahead], behind[:, -1:]
     # The bias of the farthest key is a lower bound for every bound of its weight.
     if not any(bool((side[..., :1] - own_term < math.log(call.share)).any()) for side in sides):
         return None

@@ -49,8 +49,7 @@ def pose_positions(
     """
     if chunks < 2:
         raise ValueError(f"chunks is {chunks!r}; expected 2 or more: the first chunk stays where it is.")
-    real = _real_tokens(positions, real)
-    inner, size, drawn = _documents(positions, real, 2 * (chunks - 1), generator)
+    real, inner, size, drawn = _documents(positions, real, 2 * (chunks - 1), generator)
     longest = int(size.where(real, 0).amax()) if size.numel() else 0
     if not longest <= target_length:
         raise ValueError(
@@ -104,8 +103,7 @@ def perturbed_positions(
         UnknownNameError: for an unknown shift.
     """
     check_shift(shift, largest_skip)
-    real = _real_tokens(positions, real)
-    inner, size, (boundary, amount) = _documents(positions, real, 2, generator)
+    real, inner, size, (boundary, amount) = _documents(positions, real, 2, generator)
     if shift == "cyclic":
         turn = torch.where(size > 1, 1 + (amount * (size - 1)).long(), 0)
         moved = positions - inner + (inner + turn) % size
@@ -134,31 +132,29 @@ def check_shift(shift: str, largest_skip: int | None, owner: str = "") -> None:
         raise ValueError(f"{owner}largest_skip is {largest_skip!r}; expected 1 or more.")
 
 
-def _real_tokens(positions: Tensor, real: Tensor | None) -> Tensor:
-    """`(batch, length)` bool. Raises for positions and masks of another dtype or shape."""
+def _documents(
+    positions: Tensor, real: Tensor | None, numbers: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The documents of rows.
+
+    Returns:
+        Of each token, `(batch, length)`: whether it is real, how far it stands behind the first of its document, and
+        the number of tokens in the document; and `numbers` random numbers below 1 of each document, `(numbers, batch,
+        length)` float64.
+
+    Raises:
+        ValueError: for positions and masks of another dtype or shape.
+    """
     if positions.dim() != 2 or positions.is_floating_point():
         raise ValueError(
             f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."
         )
-    if real is None:
-        return torch.ones_like(positions, dtype=torch.bool)
+    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.bool()
     if real.shape != positions.shape:
         raise ValueError(
             f"real has the shape {tuple(real.shape)}, and positions have {tuple(positions.shape)}; expected the same "
             "shape, 1 at real tokens and 0 at padding, such as an attention mask."
         )
-    return real.bool()
-
-
-def _documents(
-    positions: Tensor, real: Tensor, numbers: int, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The documents of rows.
-
-    Returns:
-        Of each token, `(batch, length)`: how far it stands behind the first of its document, and the number of tokens
-        in the document; and `numbers` random numbers below 1 of each document, `(numbers, batch, length)` float64.
-    """
     batch, length = positions.shape
     slots = torch.arange(length, device=positions.device).expand_as(positions)
     starts = document_starts(positions, real)
@@ -168,4 +164,4 @@ def _documents(
     size = starts_behind.flip(-1).cummin(-1).values.flip(-1) - first
     # In float64 the product with a size is never rounded up to the size.
     drawn = torch.rand(numbers, batch, length, generator=generator, dtype=torch.float64).to(positions.device)
-    return slots - first, size, drawn.gather(-1, first.expand(numbers, -1, -1))
+    return real, slots - first, size, drawn.gather(-1, first.expand(numbers, -1, -1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc.attention import windows
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.fused_attention import fused_attention
-from hf_posenc.attention.windows import Windows, call_of, windows_of
+from hf_posenc.attention.windows import Windows, windows_of
 
 from .block_sizes import set_sizes
 from .fused import distance_attention, separable_attention
@@ -99,7 +99,7 @@ def test_a_bias_of_distance(name: str, causal: bool, dtype: torch.dtype) -> None
     vector = BIASES[name]()
     vector = vector.double() if dtype == torch.float64 else vector
     arguments = (query, key, value, vector, None, SCALING, causal)
-    assert skipped(windows_of(call_of(query, key, value, None, SCALING, causal), vector, None)) > LENGTH
+    assert skipped(windows_of((query, key, value), vector, None, None, SCALING, causal)) > LENGTH
     found = distance_attention(*arguments)
     expected = reference(query, key, value, toeplitz(vector, LENGTH, LENGTH), visible(causal))
     assert float((found - expected).abs().max()) <= rounding(dtype)
@@ -122,7 +122,7 @@ def test_masks(kind: str, queries: int) -> None:
         mask[:, 1, :, 30:60] = False  # heads that do not see themselves in some rows
         mask[..., 0] = True
     arguments = (query, key, value, alibi(queries), mask, SCALING, False)
-    assert skipped(windows_of(call_of(query, key, value, mask, SCALING, False), alibi(queries), None), queries) > 0
+    assert skipped(windows_of((query, key, value), alibi(queries), None, mask, SCALING, False), queries) > 0
     found = distance_attention(*arguments)
     expected = reference(query, key, value, toeplitz(alibi(queries), queries, LENGTH), mask)
     assert float((found - expected).abs().max()) <= rounding(torch.float32)
@@ -141,7 +141,7 @@ def test_a_number_per_key(padded: bool) -> None:
         mask[1, :, :40, 0] = True
         seen = mask
     given, wanted = leaves(query, key, value, terms)
-    assert skipped(windows_of(call_of(*given[:3], mask, SCALING, not padded), None, terms)) > LENGTH
+    assert skipped(windows_of(given[:3], None, terms, mask, SCALING, not padded)) > LENGTH
     found = separable_attention(*given, torch.arange(LENGTH), mask, SCALING, not padded)  # type: ignore[call-arg]
     bias = wanted[3].unsqueeze(-2) - wanted[3].unsqueeze(-1)
     expected = reference(*wanted[:3], bias, seen)
@@ -157,10 +157,10 @@ def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: b
     terms = (torch.rand(2, HEADS, LENGTH, generator=generator) * 12 * SLOPES.view(1, -1, 1)).cumsum(-1)
     vector = BIASES[name]()
     heads = inputs()
-    windows = windows_of(call_of(*heads, None, SCALING, causal), vector, terms)
+    windows = windows_of(heads, vector, terms, None, SCALING, causal)
     assert skipped(windows) > LENGTH
     # What the vector may add to a far key is room that the terms have to make up for.
-    alone = windows_of(call_of(*heads, None, SCALING, causal), None, terms)
+    alone = windows_of(heads, None, terms, None, SCALING, causal)
     assert (skipped(alone) > skipped(windows)) == (name == "bump")
     given, wanted = leaves(*heads, vector, terms)
     form = FusedForm(given[3], LENGTH, LENGTH, terms=given[4], query_slots=torch.arange(LENGTH))
@@ -228,10 +228,9 @@ def test_the_gradient_of_a_query_reads_long_keys_that_are_far() -> None:
 def test_a_bias_that_does_not_decay_and_an_additive_mask_have_no_windows() -> None:
     """The mask may raise what is far away."""
     flat = torch.randn(HEADS, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(5))
-    call = call_of(*inputs(), None, SCALING, True)
-    assert windows_of(call, flat, None) is None
-    assert windows_of(call, None, flat[None, :, :LENGTH]) is None
-    assert call_of(*inputs(), torch.zeros(1, 1, LENGTH, LENGTH), SCALING, False) is None
+    assert windows_of(inputs(), flat, None, None, SCALING, True) is None
+    assert windows_of(inputs(), None, flat[None, :, :LENGTH], None, SCALING, True) is None
+    assert windows_of(inputs(), alibi(), None, torch.zeros(1, 1, LENGTH, LENGTH), SCALING, False) is None
 
 
 def test_a_padding_query_behind_a_cutoff_has_no_gradient() -> None:
