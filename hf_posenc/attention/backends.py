@@ -144,7 +144,7 @@ def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query
     stock_sdpa = function is sdpa_attention_forward
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
-        return functools.partial(_attend_in_math, call, form)
+        return functools.partial(sdpa_kernel(SDPBackend.MATH)(_attend_dense), call, form)
     if stock_sdpa and query.shape[2] > 1:
         return _sdpa_with(call, form, module, query, key)
     if stock_sdpa and not exporting() and isinstance(form, FusedForm) and form.terms is None:
@@ -405,11 +405,6 @@ class LookUp:
             bias = terms if bias is None else bias + terms
         assert bias is not None
         return bias
-
-
-def _attend_in_math(*given: Any) -> Any:
-    with sdpa_kernel(SDPBackend.MATH):
-        return _attend_dense(*given)
 
 
 def _attend_dense(
