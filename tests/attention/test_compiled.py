@@ -62,6 +62,22 @@ def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("scheme", mostly_slow(FORMS, {"none", "t5"}.__contains__))
+def test_evaluation_between_training_steps_compiles_nothing_again(scheme: str) -> None:
+    model, ids, counts = model_of("llama_gqa", scheme), tokens(length=12), []
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for trains in (False, True, False, True):
+        model.train(trains)
+        with torch.set_grad_enabled(trains):
+            loss = compiled(ids, labels=ids, use_cache=False).loss
+        if trains:
+            loss.backward()
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2]
+
+
+@pytest.mark.long
 @torch.no_grad()
 def test_the_first_call_of_a_table_that_numbers_its_rows_may_be_compiled() -> None:
     model, ids = model_of("opt", "alibi"), tokens(length=12)

@@ -154,7 +154,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         near = self.encoding.only_rotates_near and self._has_near_pairs_only(args, kwargs)
         if self.may_only_rotate and (near or self.encoding.only_rotates) and POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
-                if not self.runtime.recomputation.has_run and not torch.compiler.is_compiling():
+                # A graph that read the flag would be compiled once more after a call with gradients has set it.
+                if not torch.compiler.is_compiling() and not self.runtime.recomputation.has_run:
                     self.runtime.recomputation.check()
                 return self._rotary_only_forward(self.module, *args, **kwargs)
             if self.rotates_in_place and not torch.compiler.is_compiling():
