@@ -166,8 +166,13 @@ def unknown_seam(problem: str) -> UnsupportedError:
 
 
 def written_in(function: Any) -> str:
-    """The module with the code of a function. `functools.wraps` gives a wrapper the `__module__` of another one."""
-    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+    """The module with the code of a function, or of the class of an object that is called like one.
+
+    `functools.wraps` gives a wrapper the `__module__` of another function.
+    """
+    if hasattr(function, "__globals__"):
+        return str(function.__globals__.get("__name__", ""))
+    return str((function if isinstance(function, types.BuiltinFunctionType) else type(function)).__module__ or "")
 
 
 def registered_function(config: PreTrainedConfig) -> Any:
@@ -195,8 +200,9 @@ def reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> b
 
 def globals_used(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
     """The global names in the code of the forwards of some modules: the globals, the name, and the value."""
-    codes = {inspect.unwrap(type(module).forward) for module in modules}
-    names = [(code.__globals__, name) for code in codes for name in code.__code__.co_names]
+    codes: set[Any] = {inspect.unwrap(type(module).forward) for module in modules}
+    functions = [code for code in codes if isinstance(code, types.FunctionType)]
+    names = [(function.__globals__, name) for function in functions for name in function.__code__.co_names]
     return [(namespace, name, namespace[name]) for namespace, name in names if name in namespace]
 
 

@@ -310,9 +310,14 @@ def test_the_forward_of_a_class_that_other_code_has_replaced(monkeypatch: pytest
     def wrapped(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(self, hidden_states + 1, *args, **kwargs)
 
-    monkeypatch.setattr(LlamaAttention, "forward", wrapped)
-    with pytest.raises(UnsupportedError, match=r"LlamaAttention .* is wrapped by code of .*test_hidden_positions"):
-        patch_model(llama(), "alibi")
+    class Wrapper:
+        def __get__(self, module: Any, kind: type) -> Any:
+            return self if module is None else functools.partial(wrapped, module)
+
+    for other in (wrapped, functools.update_wrapper(Wrapper(), stock)):  # type: ignore[type-var]
+        monkeypatch.setattr(LlamaAttention, "forward", other)
+        with pytest.raises(UnsupportedError, match=r"LlamaAttention .* is wrapped by code of .*test_hidden_positions"):
+            patch_model(llama(), "alibi")
     monkeypatch.setattr(LlamaAttention, "forward", Rotating.forward)
     with pytest.raises(UnsupportedError, match=r"LlamaAttention with the forward .*Rotating\.forward\) depends"):
         patch_model(llama(), "alibi")

@@ -239,10 +239,10 @@ def _refuse_other_attention(stack: Stack) -> None:
                 f"{INTERFACE} and apply_rotary_pos_emb, imported into its file, as transformers' own classes do."
             )
         while path in known and hasattr(forward, "__wrapped__"):
-            if not is_of_transformers(forward.__globals__["__name__"]):
+            if not is_of_transformers(written_in(forward)):
                 raise UnsupportedError(
                     f"The forward of the class {type(module).__name__} ({path}) is wrapped by code of "
-                    f"{forward.__globals__['__name__']}, which a scheme would bypass. Remove the wrapper."
+                    f"{written_in(forward)}, which a scheme would bypass. Remove the wrapper."
                 )
             forward = forward.__wrapped__
 
