@@ -126,8 +126,12 @@ def in_a_view(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Te
     return found.view(*found.shape[:2], -1)
 
 
+def recomputed(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
+    return checkpoint(lambda *given: attend(module, *given, mask, scaling=0.3)[0], *heads, use_reentrant=False)
+
+
 class OwnInterface(LlamaAttention):
-    """Attention that calls the function of the interface several times for a long text."""
+    """Attention that calls the function of the interface in its own way for a long text."""
 
     way: Any
 
@@ -214,26 +218,13 @@ def test_the_function_of_the_interface_is_called_in_another_way(way: Any, scheme
             assert distance(found, expected) <= 1e-4, (length, grad)
 
 
-class Recomputing(LlamaAttention):
-    """Attention that recomputes its core in the backward pass."""
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = self.q_proj, self.k_proj, self.v_proj
-        query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        given = self, query, key, value, causal(query, key)[None, None]
-        found = checkpoint(lambda *heads: attend(*heads, scaling=self.scaling)[0], *given, use_reentrant=False)
-        return self.o_proj(found.reshape(*hidden_states.shape[:-1], -1)), None
-
-
 def test_a_module_that_recomputes_its_core_is_named() -> None:
     model = tiny("LlamaForCausalLM", attn_implementation="sdpa")
     for layer in model.model.layers:
-        layer.self_attn.__class__ = Recomputing
+        layer.self_attn.__class__ = OwnInterface
+        layer.self_attn.way = recomputed
     loss = patch_model(model, "alibi")(tokens(2, 20), labels=tokens(2, 20)).loss
-    with pytest.raises(UnsupportedError, match="Recomputing was called outside of its forward"):
+    with pytest.raises(UnsupportedError, match="OwnInterface was called outside of its forward"):
         loss.backward()
 
 
