@@ -65,8 +65,6 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     "network. They are not patches with rows and columns.",
     ("efficientloftr",): "the same attention compares the patches of a picture with each other, and then with those of "
     "another picture, to which they have no distance.",
-    ("groupvit",): "its only attention outside of the two towers assigns patches to learned groups, which have no "
-    "places. Patch one of the towers.",
     ("gemma4_vision",): "its patches come with (x, y) coordinates in an argument of their own, and each axis is "
     "rotated by a separate call. Patch another part.",
     ("pix2struct_vision_model", "kosmos_2_5_vision_model"): "its patches come with their rows and columns as the first "

@@ -366,6 +366,9 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
     # Its head, which reads what the vision tower returns, has a recurrent cell with "Attention" in its name.
     ("slanext",): Architecture(attention_classes=("SLANeXtVisionAttention",)),
     ("hiera", "sam2_hiera_det_model"): Architecture(limits=POOLED_PATCHES),
+    ("groupvit", "groupvit_vision_model"): Architecture(
+        left_alone=(r"\.downsample\.assign$", "it assigns patches to learned groups, which have no places")
+    ),
     ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"): Architecture(
         left_alone=(r"^vit_merger\.", "it compares the four patches of a window, which have their own order"),
         example_inputs=patches_in_a_strip,
