@@ -133,6 +133,11 @@ class OuterPart(Part, Generic[PartType]):
 class SummedEncoding(OuterPart[AdditiveEncoding], AdditiveEncoding):
     """The weighted sum of additive encodings."""
 
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Calls `check_cache` of the parts. A table is stretched to the last position, and not to the last token."""
+        last = None if self.position_map is None else self.position_map.last_position(total_length - 1)
+        super().check_cache(cached_length, total_length if last is None else max(total_length, last + 1))
+
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length, hidden)`."""
         positions = self.positions_of_parts(positions)

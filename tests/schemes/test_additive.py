@@ -12,6 +12,7 @@ from hf_posenc.schemes import (
     IntegerConfig,
     LearnedConfig,
     NormalizedIntegerConfig,
+    PositionShiftConfig,
     SchemeConfig,
     SinusoidalConfig,
 )
@@ -94,6 +95,10 @@ def test_interpolation_refuses_only_caches_past_the_table() -> None:
     for cached in (8, 10, 29):
         with pytest.raises(UnsupportedError, match=r"use_cache=False.*num_positions=30"):
             part.check_cache(cached, 30)
+    shifted = part_of(PositionShiftConfig(LearnedConfig(10, extension="interpolate"), offset=5))
+    shifted.check_cache(4, 5)
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        shifted.check_cache(4, 6)
 
 
 def test_adopting_into_shorter_and_longer_tables() -> None:
