@@ -187,8 +187,8 @@ class QueryKeyMap(Part):
     #: Whether a bias of the scheme maps the heads a second time and expects the mapped dimensions first in each head.
     #: Multi-head latent attention, which rotates the last dimensions of its heads, is then refused.
     mapped_again: bool = False
-    #: False if a factor of a head is the factor of the mapped head, as in a rotation. Otherwise heads are mapped as
-    #: they are before an architecture multiplies them with a factor.
+    #: False if the map of a scaled head is the scaled map of the head, as in a rotation. Otherwise the map receives
+    #: heads without the factor that an architecture has multiplied them with.
     reads_magnitude: bool = True
     # Without an annotation, because a part that consists of others does not take it over from them.
     #: Whether it is a `RotaryMap` that its frequencies and its factor describe.
