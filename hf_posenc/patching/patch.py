@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -160,7 +159,7 @@ def place_scheme(
     transaction.install(encoding)
     for name, stack in encoding.stacks.items():
         if stack.part in changed and not stack.adopted:
-            encoding.record.stacks[name].new = [(weakref.ref(weight), weight._version) for weight in stack.parameters()]
+            encoding.record.stacks[name].new = [(weight, weight._version) for weight in stack.parameters()]
     return {table for stack in placed for table in stack.unfilled}
 
 

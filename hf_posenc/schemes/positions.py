@@ -181,7 +181,7 @@ class Positions:
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
             layers = self.memo[AlikeParts].of(part)
-            values = apart(layers, of_each(layers, compute))
+            values = apart(layers, lambda each: of_each(each, compute)) or ()
             self.memo.update(
                 {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
             )

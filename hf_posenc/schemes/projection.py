@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes.weights import carries_more
+
 
 class _Projected(torch.autograd.Function):
     """Clamps values, and drops only the gradients that would move them further out of the range."""
@@ -55,7 +57,7 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    derived = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    derived = carries_more()
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or derived):
         return values.clamp(minimum, maximum)
     kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward

@@ -6,12 +6,14 @@ Layers share such values in a call, and a cache keeps them. In a program that is
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
@@ -256,55 +258,92 @@ def has_hooks(weights: Sequence[Tensor]) -> bool:
     return any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights)
 
 
-def apart(parts: Sequence[nn.Module], values: Sequence[Any]) -> list[Any]:
-    """Values that parts of several layers have computed together, with the gradients of parts that compute alone.
+def apart(
+    parts: Sequence[ModuleType], compute: Callable[[Sequence[ModuleType]], Sequence[Any] | None]
+) -> Sequence[Any] | None:
+    """What parts of several layers compute together, with the gradients of parts that compute alone.
 
-    Each part has a value: a tensor, or tuples of tensors and `None`.
+    Args:
+        parts: the parts.
+        compute: receives them, or copies with other tensors of the same numbers. Returns a value for each of them (a
+            tensor, or tuples of tensors and `None`), or `None` if they do not compute together.
     """
-    if len(parts) == 1 or not torch.is_grad_enabled():
-        return list(values)
-    leaves: list[Tensor | None] = []
-    uses: dict[Tensor, set[int]] = {}
-    for part, value in zip(parts, values, strict=True):
-        of_part = tree_leaves(value)
-        places = range(len(leaves), len(leaves) + len(of_part))
-        leaves += of_part
-        for weight in weights_of(part):
-            if weight.requires_grad:
-                uses.setdefault(weight, set()).update(places)  # Layers may share a weight.
-    made = _Apart.apply(leaves, [*uses.values()], *uses)
+    weights = [[weight for weight in weights_of(part) if weight.requires_grad] for part in parts]
+    if len(parts) == 1 or not torch.is_grad_enabled() or not any(weights):
+        return compute(parts)
+    flat = [weight for of_part in weights for weight in of_part]
+    # Hooks that are set on the weights themselves are called once, after `_Apart`. They may be frozen before.
+    aliases = _Aliases.apply(*flat)
+    remaining = iter(aliases)
+    values = compute([_with_weights(part, remaining) for part in parts])
+    if values is None:
+        return None
+    leaves = [(number, leaf) for number, value in enumerate(values) for leaf in tree_leaves(value)]
+    owners = [number for number, of_part in enumerate(weights) for _ in of_part]
+    made = _Apart.apply(leaves, [*zip(owners, aliases, strict=True)], *flat)
     return cast("list[Any]", tree_unflatten(made, tree_structure(list(values))))
+
+
+def _with_weights(part: ModuleType, weights: Iterator[Tensor]) -> ModuleType:
+    """A copy of a part in which the next of some tensors take the places of its weights that require grad."""
+    made = object.__new__(type(part))
+    own = part._parameters.items()
+    made.__dict__ = part.__dict__ | {
+        "_parameters": {name: next(weights) if requires_grad(weight) else weight for name, weight in own},
+        "_modules": {name: module and _with_weights(module, weights) for name, module in part._modules.items()},
+    }
+    return made
+
+
+class _Aliases(torch.autograd.Function):
+    """Tensors of their own with the numbers of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
 
 
 class _Apart(torch.autograd.Function):
     """Gives a layer that did not run, or that the loss does not depend on, no gradient instead of zeros.
 
     With zeros an optimizer would decay its weights. Layers may have a backward pass each, so nothing is freed after the
-    first one.
+    first one. Values and weights are given with the number of their layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaves: list[Tensor | None], uses: list[set[int]], *weights: Tensor) -> Any:
+    def forward(ctx: Any, leaves: list[Any], aliases: list[tuple[int, Tensor]], *weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.leaves, ctx.uses, ctx.weights = leaves, uses, weights
-        made, learned = [leaf if leaf is None else leaf.detach() for leaf in leaves], set().union(*uses)
-        fixed = [place for place, leaf in enumerate(leaves) if place not in learned or not requires_grad(leaf)]
-        ctx.mark_non_differentiable(*(made[place] for place in fixed if made[place] is not None))
+        ctx.leaves, ctx.aliases = leaves, aliases
+        learned = {number for number, _ in aliases}
+        fixed = [number not in learned or not requires_grad(leaf) for number, leaf in leaves]
+        made = [leaf if leaf is None else leaf.detach() for _, leaf in leaves]
+        ctx.mark_non_differentiable(*(leaf for leaf in itertools.compress(made, fixed) if leaf is not None))
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        known = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
-        inputs = [weight for weight, places in zip(ctx.weights, ctx.uses, strict=True) if places & known.keys()]
+        known = [*itertools.compress(ctx.leaves, (gradient is not None for gradient in gradients))]
+        layers = {number for number, _ in known}
         # What is differentiated, what for, the gradient so far; the graph is kept, and one is made for another pass.
-        given = ([ctx.leaves[place] for place in known], inputs, [*known.values()], True, torch.is_grad_enabled())
+        outputs, inputs = [leaf for _, leaf in known], [alias for number, alias in ctx.aliases if number in layers]
+        given = (outputs, inputs, [*filter(torch.is_tensor, gradients)], True, torch.is_grad_enabled())
         of_weights = iter(torch.autograd.grad(*given, allow_unused=True) if known else ())
-        return None, None, *(next(of_weights) if places & known.keys() else None for places in ctx.uses)
+        return None, None, *(next(of_weights) if number in layers else None for number, _ in ctx.aliases)
+
+
+def carries_more() -> bool:
+    """Whether tensors carry more than their numbers, in function transforms and in forward-mode differentiation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def gradients_may_be_shared() -> bool:
     """Whether layers may share values that require grad: not if one of the layers is recomputed (checkpointing)."""
-    if traced() or torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
+    if traced() or torch._C._current_graph_task_id() != -1 or carries_more():
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

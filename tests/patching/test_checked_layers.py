@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
@@ -174,6 +175,40 @@ def differentiated_twice(model: Any, ids: Tensor) -> None:
     sum(gradient.square().sum() for gradient in torch.autograd.grad(loss, weights, create_graph=True)).backward()
 
 
+def changed_before_the_backward_pass(model: Any, ids: Tensor) -> None:
+    """Weights are frozen, and hooks are set on them, after the forward."""
+    loss = model(ids, labels=ids, use_cache=False).loss
+    first, second, third, _ = (
+        [weight for part in layer.parts for weight in part.parameters()]
+        for layer in model.position_encoding.stacks["model"].layers
+    )
+    for weight in first:
+        weight.requires_grad_(False)
+    for weight in second:
+        weight.register_hook(lambda gradient: 2 * gradient)
+    torch.autograd.graph.register_multi_grad_hook(third, lambda gradients: None)
+    loss.backward()
+
+
+def computed_weights(model: Any, ids: Tensor) -> None:
+    """The weights of the call follow from others, and keep their gradients."""
+    weights = {name: 1.5 * weight for name, weight in model.named_parameters()}
+    for weight in weights.values():
+        weight.retain_grad()
+    torch.func.functional_call(model, weights, (ids,), {"labels": ids, "use_cache": False}).loss.backward()
+    for name, weight in weights.items():
+        model.get_parameter(name).grad = weight.grad
+
+
+def differentiated_forwards(model: Any, ids: Tensor) -> None:
+    model.set_attn_implementation("eager")
+    with forward_ad.dual_level():
+        weights = {name: forward_ad.make_dual(weight, weight.sin()) for name, weight in model.named_parameters()}
+        logits = torch.func.functional_call(model, weights, (ids,), {"use_cache": False}).logits
+        tangent = forward_ad.unpack_dual(logits).tangent.detach().sum((0, 1))
+        model.lm_head.weight.grad = tangent.unsqueeze(-1).expand_as(model.lm_head.weight)
+
+
 def tied(model: Any, ids: Tensor) -> None:
     """Two layers have the same weights."""
     first, *_, last = model.position_encoding.stacks["model"].layers
@@ -187,7 +222,13 @@ def tied(model: Any, ids: Tensor) -> None:
 JOINED = ["disentangled", "fire", "grape", "log_cpb", "pope", "selective_rope", "string", "tisa", "transformer_xl"]
 
 
-@pytest.mark.parametrize("step", [skipped, left_early, frozen, trained_apart, differentiated_twice, tied])
+STEPS = [
+    skipped, left_early, frozen, trained_apart, differentiated_twice, changed_before_the_backward_pass,
+    computed_weights, differentiated_forwards, tied,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("scheme", JOINED)
 def test_what_layers_compute_together_has_the_gradients_of_layers_that_compute_alone(
     scheme: str, step: Callable[[Any, Tensor], None], monkeypatch: pytest.MonkeyPatch

@@ -391,6 +391,27 @@ def test_a_pruned_weight_of_a_part_that_runs_its_hooks_follows_the_weight() -> N
     assert distance(logits(model), logits(other)) < 1e-5
 
 
+AT_POSITIONS = [("rope", "phases"), ("log_cpb", "forward"), ("log_n_scale", "forward"), ("sinusoidal", "forward")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "method"), AT_POSITIONS)
+def test_autocast_rounds_no_positions(scheme: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of matrices in half precision are off by whole radians at position 600."""
+    model, casts = patched("llama_gqa", scheme), []
+    kind = type(model.position_encoding.parts()[0])
+    before = getattr(kind, method)
+
+    def observed(*given: Any) -> Any:
+        casts.append(torch.is_autocast_enabled("cpu"))
+        return before(*given)
+
+    monkeypatch.setattr(kind, method, observed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(tokens())
+    assert {*casts} == {False}
+
+
 def test_a_subclass_needs_its_own_name() -> None:
     class Unnamed(RopeConfig):
         pass

@@ -37,6 +37,13 @@ from tests.thinning import in_turn
 
 _BERT = SIZES | {"vocab_size": VOCABULARY}
 
+
+def test_weights_may_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = patched("llama_gqa", "t5")
+    assert model.double()(tokens()).logits.dtype == torch.float64
+
+
 # One config object for several models
 
 

@@ -153,7 +153,7 @@ def samples(
     # Replicated layers share their parameters: the first name is that of the base model.
     places = {id(place.parameter): (name, place) for name, place in reversed(_base_parameters(model).items())}
     tensors = {name: place.tensor(state, read_offloaded) for name, place in reversed(places.values())}
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.numel() > 0}
     matrices = [name for name, tensor in present.items() if tensor.dim() > 1]
     vectors = [name for name, tensor in present.items() if tensor.dim() == 1]
     chosen = [*_spread(matrices, _MATRICES), *_spread(vectors, _VECTORS)]

@@ -254,7 +254,7 @@ def vectors(
     given = (positions or state.positions)()
     if positions is not None:
         refuse_negative(state, given.ids, additive.offset)
-    encoded: Tensor = state.replica(additive)(given)
+    encoded: Tensor = state.in_full_precision(lambda: state.replica(additive)(given))
     return encoded
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -329,7 +329,7 @@ class ForwardState:
     def shared(
         self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None, everywhere: bool = False
     ) -> Value:
-        """`compute()`, evaluated once per forward and device.
+        """`compute()`, evaluated once per forward and device, without autocast.
 
         Under gradient checkpointing, a value that requires grad is computed again for every layer. Otherwise its graph
         would be freed in the backward pass of the first layer that is recomputed.
@@ -350,7 +350,7 @@ class ForwardState:
             key = (key, id(mask), mask._version if counts else 0)
         device = None if everywhere else self.device
         if lengths and torch.compiler.is_compiling():
-            return once_in_graph(self.scratch, (key, device), compute, *lengths)
+            return once_in_graph(self.scratch, (key, device), lambda: self.in_full_precision(compute), *lengths)
         if values is self.of_host:
             key = (key, *lengths)
             values[key] = values[key] if key in values else compute()
@@ -361,12 +361,17 @@ class ForwardState:
         learned = ("learned", key)
         if learned in self.scratch and gradients_may_be_shared():
             return self.scratch[learned]
-        value = compute()
+        value = self.in_full_precision(compute)
         if not torch.is_grad_enabled() or not requires_grad(value):
             self.scratch[key] = value
         elif gradients_may_be_shared():
             self.scratch[learned] = value
         return value
+
+    def in_full_precision(self, compute: Callable[[], Value]) -> Value:
+        """`compute()` without autocast, which rounds positions above 256, and their phases, in products of matrices."""
+        with without_autocast(self.device or torch.device("cpu")):
+            return compute()
 
     def together(
         self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any, padding: int = 0
@@ -388,18 +393,18 @@ class ForwardState:
         if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
             return None
 
+        def of_layers(parts: Sequence[Any]) -> Sequence[Any] | None:
+            values = parts[0].of_layers(parts, *inputs())
+            values = nn.functional.pad(values, (0, padding)) if padding and values is not None else values
+            return values.unbind(0) if isinstance(values, Tensor) else values
+
         def compute() -> dict[int, Any] | None:
             parts = parts_of_kind(site, name)
             kinds = [type(module) for module in modules_of(parts[0])]
             if len(parts) < 2 or not all(_is_plain(part, kinds, self.device) for part in parts):
                 return None
-            with without_autocast(cast("torch.device", self.device)):
-                values = parts[0].of_layers(parts, *inputs())
-            if values is None:
-                return None
-            values = nn.functional.pad(values, (0, padding)) if padding else values
-            each = apart(parts, values.unbind(0) if isinstance(values, Tensor) else values)
-            return dict(zip(map(id, parts), each, strict=True))
+            each = apart(parts, of_layers)
+            return None if each is None else dict(zip(map(id, parts), each, strict=True))
 
         values = self.shared(("together", name, site.encoding.kind), compute, *lengths, padding)
         return None if values is None else values[id(getattr(site.encoding, name))]

@@ -54,7 +54,7 @@ from hf_posenc.patching.call.parallel import refuse_unsynchronised
 from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
 from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.weights import AlikeParts, KeptValues
+from hf_posenc.schemes.weights import AlikeParts, KeptValues, carries_more
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.generation import CheckedContinuousBatching
@@ -456,7 +456,7 @@ class StackForward(PlacedForward):
             layers = self.runtime.watch.encoding.layers
             state.memo[AlikeParts] = AlikeParts(lambda: ((layer.kind, layer.parts) for layer in layers))
         # The weights of a transformed call cannot be told from others.
-        keeps = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
+        keeps = not (torch.is_grad_enabled() or carries_more())
         if cache is not None and keeps and not torch.compiler.is_compiling():
             starts = offset == 0 if isinstance(offset, int) else query_length > 1
             state.memo[KeptValues] = kept_values(cache, starts, self.runtime.trainings)

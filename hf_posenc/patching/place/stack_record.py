@@ -79,8 +79,9 @@ class StackRecord:
         self.function: Any = None
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
-        #: The parameters that `patch_model` has initialised, and how often they had been written to then.
-        self.new: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        #: The parameters that `patch_model` has initialised, and how often they had been written to then. Not by weak
+        #: references, with which torch.utils.swap_tensors refuses a tensor.
+        self.new: list[tuple[nn.Parameter, int]] = []
         if before is not None and before.encoding is encoding:
             self.new = before.new
         #: Those among them that an adapter has frozen.
@@ -122,7 +123,7 @@ class StackRecord:
 
     def new_and_trained(self) -> list[nn.Parameter]:
         """The trainable parameters that have the numbers with which `patch_model` has initialised them."""
-        written = {id(parameter()): version for parameter, version in self.new}
+        written = {id(parameter): version for parameter, version in self.new}
         trained = [parameter for parameter in self.encoding.parameters() if parameter.requires_grad]
         return [parameter for parameter in trained if parameter._version == written.get(id(parameter))]
 
@@ -383,6 +384,8 @@ class StackRecord:
         return same and len(settings) == self._number_of_fields
 
     def _remember(self, sites: list[str], placed: list[Any]) -> None:
+        present = {id(weight) for weight in self.encoding.parameters()}
+        self.new = [known for known in self.new if id(known[0]) in present]  # Replaced ones are not kept in memory.
         # The stack, and the modules on the way from it to the sites.
         way = (parent for path in sites for parent, _, _ in _along(path, self.stack))
         above = list({id(module): module for module in (self.stack, *way)}.values())

@@ -273,7 +273,8 @@ class Transaction:
 
     def _refuse_foreign_forwards(self, encoding: PositionEncoding) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace."""
-        for stack in self.anatomy.stacks(encoding.config.part_names):
+        # In a short run of one stack, others of its part have no scheme.
+        for stack in [each for each in self.anatomy.stacks(encoding.config.part_names) if each.name in encoding.stacks]:
             for site in (*stack.attentions, *stack.rotaries, *stack.layout.vector_sites(stack)):
                 refuse_foreign_forward(site.module, f"{stack.path}.{site.path}".lstrip("."))
             for path in encoding.stacks[stack.name].cross:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.weights import traced
+from hf_posenc.schemes.weights import carries_more, traced
 
 #: Bytes of the heads that one core rotates at a time. With the result and the exchanged pairs this takes 3 MiB. Larger
 #: pieces gain nothing, because allocations of that size are cached; smaller ones cost more calls.
@@ -160,7 +159,7 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
 
 def _needs_plain_torch(x: Tensor, factors: RotationFactors) -> bool:
     """Whether single torch operations are needed: for compilers, gradients of the factors, and other derivatives."""
-    if traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if traced() or carries_more():
         return True
     return type(x) is not Tensor or (torch.is_grad_enabled() and factors.direct.requires_grad)
 

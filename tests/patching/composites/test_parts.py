@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from hf_posenc import PartsConfig, extend_context, inspect_model, patch_model, unpatch_model
+from hf_posenc import PartsConfig, extend_context, inspect_model, native_scheme, patch_model, unpatch_model
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
 from tests.matrix.running import drawn
 
 from .models import COMPOSITES
@@ -54,6 +57,16 @@ def test_a_length_goes_with_the_scheme_of_its_part() -> None:
     assert f"{native + 7}" not in str(model.position_encoding.report)
     patch_model(model, "alibi")
     assert model.config.text_config.max_position_embeddings == native
+
+
+def test_a_part_has_several_towers_whose_places_a_run_shows() -> None:
+    """They may also have parameters without numbers, here those of no register tokens."""
+    model, tower = tiny_model(pair_named("image-text-video_llava")), tiny_model(pair_named("vision-dinov3_vit"))
+    model.model.video_tower, model.model.image_tower = tower, copy.deepcopy(tower)
+    model.config.vision_config = tower.config
+    assert native_scheme(model, part="vision").name == "rope_nd"
+    patch_model(model, "native", part="vision")
+    assert {*model.position_encoding.stacks} == {"video_tower", "image_tower"}
 
 
 def test_a_config_of_parts_places_them_together() -> None:
