@@ -287,10 +287,10 @@ def apart(
 def _with_weights(part: ModuleType, weights: Iterator[Tensor]) -> ModuleType:
     """A copy of a part in which the next of some tensors take the places of its weights that require grad."""
     made = object.__new__(type(part))
-    own = part._parameters.items()
+    parameters, modules = part._parameters.items(), part._modules.items()
     made.__dict__ = part.__dict__ | {
-        "_parameters": {name: next(weights) if requires_grad(weight) else weight for name, weight in own},
-        "_modules": {name: module and _with_weights(module, weights) for name, module in part._modules.items()},
+        "_parameters": {name: next(weights) if requires_grad(weight) else weight for name, weight in parameters},
+        "_modules": {name: module and _with_weights(module, weights) for name, module in modules},
     }
     return made
 

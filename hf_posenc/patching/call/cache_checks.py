@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import (
     CachedPositions,
@@ -254,7 +255,8 @@ def vectors(
     given = (positions or state.positions)()
     if positions is not None:
         refuse_negative(state, given.ids, additive.offset)
-    encoded: Tensor = state.in_full_precision(lambda: state.replica(additive)(given))
+    with without_autocast(given.ids.device):
+        encoded: Tensor = state.replica(additive)(given)
     return encoded
 
 

@@ -99,6 +99,7 @@ def visible_pairs(mask: Any, query_length: int, key_length: int) -> Tensor | Non
 PartType = TypeVar("PartType", bound=Part)
 #: Up to this many new tokens, layers are computed together. With more, they would need much memory at a time.
 FEW_TOKENS = 256
+_CPU = torch.device("cpu")
 #: The number of tokens of a call in which only the modules of the stack know it.
 UNKNOWN = -1
 
@@ -350,7 +351,8 @@ class ForwardState:
             key = (key, id(mask), mask._version if counts else 0)
         device = None if everywhere else self.device
         if lengths and torch.compiler.is_compiling():
-            return once_in_graph(self.scratch, (key, device), lambda: self.in_full_precision(compute), *lengths)
+            with without_autocast(self.device or _CPU):
+                return once_in_graph(self.scratch, (key, device), compute, *lengths)
         if values is self.of_host:
             key = (key, *lengths)
             values[key] = values[key] if key in values else compute()
@@ -361,17 +363,14 @@ class ForwardState:
         learned = ("learned", key)
         if learned in self.scratch and gradients_may_be_shared():
             return self.scratch[learned]
-        value = self.in_full_precision(compute)
+        # Autocast rounds positions above 256, and phases that follow from them, in products of matrices.
+        with without_autocast(self.device or _CPU):
+            value = compute()
         if not torch.is_grad_enabled() or not requires_grad(value):
             self.scratch[key] = value
         elif gradients_may_be_shared():
             self.scratch[learned] = value
         return value
-
-    def in_full_precision(self, compute: Callable[[], Value]) -> Value:
-        """`compute()` without autocast, which rounds positions above 256, and their phases, in products of matrices."""
-        with without_autocast(self.device or torch.device("cpu")):
-            return compute()
 
     def together(
         self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any, padding: int = 0

@@ -275,8 +275,7 @@ class LogitSite(PlacedForward):
                 return kept[0]
             index, span = self._counted(state, query_length, key_length)
             distances = torch.arange(-span, span + 1, device=state.device)
-            with without_autocast(distances.device):
-                values = state.shared(("counted", id(bias)), lambda: state.replica(bias)(distances), span)
+            values = state.shared(("counted", id(bias)), lambda: state.replica(bias)(distances), span)
             return values[:, index].transpose(0, 1)
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
