@@ -31,6 +31,7 @@ from hf_posenc.schemes.weights import (
 )
 
 if TYPE_CHECKING:
+    from hf_posenc.attention.backends import MatrixKernel
     from hf_posenc.patching.call.logit_site import LogitSite
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
@@ -369,7 +370,13 @@ class ForwardState:
         return value
 
     def together(
-        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any, padding: int = 0
+        self,
+        site: LogitSite,
+        name: str,
+        inputs: Callable[[], tuple[Any, ...]],
+        *lengths: Any,
+        padding: int = 0,
+        kernel: MatrixKernel | None = None,
     ) -> Any:
         """What the `of_layers` of a part gives for a layer, evaluated for all layers of its kind once per forward.
 
@@ -381,6 +388,8 @@ class ForwardState:
             inputs: returns the arguments of `of_layers` after the parts.
             *lengths: whatever else the result depends on.
             padding: number of zeros after the values, which are a tensor.
+            kernel: if given, the values are biases, and the layer gets the rows of its bias with the mask of this
+                kernel.
 
         Returns:
             The value of the layer; `None` if it computes its own.
@@ -388,20 +397,26 @@ class ForwardState:
         if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
             return None
 
-        def compute() -> dict[int, Any] | None:
+        def of_layers() -> tuple[list[Any], Any] | None:
             parts = parts_of_kind(site, name)
             kinds = [type(module) for module in modules_of(parts[0])]
             if len(parts) < 2 or not all(_is_plain(part, kinds, self.device) for part in parts):
                 return None
             with without_autocast(cast("torch.device", self.device)):
                 values = parts[0].of_layers(parts, *inputs())
-            if values is None:
+            return None if values is None else (parts, nn.functional.pad(values, (0, padding)) if padding else values)
+
+        def compute() -> dict[int, Any] | None:
+            computed = self.shared(("of layers", name, site.encoding.kind), of_layers, *lengths, padding)
+            if computed is None:
                 return None
-            values = nn.functional.pad(values, (0, padding)) if padding else values
+            parts, values = computed
+            if kernel is not None:
+                values = kernel.rows_of_layers(values)
             each = apart(parts, values.unbind(0) if isinstance(values, Tensor) else values)
             return dict(zip(map(id, parts), each, strict=True))
 
-        values = self.shared(("together", name, site.encoding.kind), compute, *lengths, padding)
+        values = self.shared(("together", name, site.encoding.kind, kernel), compute, *lengths, padding)
         return None if values is None else values[id(getattr(site.encoding, name))]
 
     def may_be_of_layers(self) -> bool:

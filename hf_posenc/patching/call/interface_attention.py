@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa
+from hf_posenc.attention.backends import MatrixAttention, attention_with, is_single_query_of_sdpa
 from hf_posenc.attention.block_attention import AttentionCall, single_query_attention
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.scores import in_parts
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
@@ -369,6 +370,10 @@ class InterfaceAttention(Rebound, AttentionSite):
             attend = attention_with(kernel, form, self.module, query, key)
             if wide:
                 return attend_with_wide_values(attend, self.module, query, key, value)
+            pairs, by_slots = call.pairs, isinstance(form, FusedForm) and form.terms is None
+            if isinstance(attend, MatrixAttention) and attend.form is form and (pairs is not None or by_slots):
+                of_pairs = None if pairs is None else lambda: pairs
+                attend.known = self.rows_of_layers(call.state, attend.kernel, kernel.mask, of_pairs)
             call.form, call.attention = form, attend
             return attend(self.module, query, key, value)
         if query.shape[2] == 1 and is_single_query_of_sdpa(kernel):
