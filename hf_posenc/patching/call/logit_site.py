@@ -262,6 +262,8 @@ class LogitSite(PlacedForward):
         """
         if self.encoding.logit_scale is not None or not joins_layers(self.encoding.logit_bias):
             return None
+        if mask is not None and mask.shape[0] > 1:
+            return None  # The rows of all layers and sequences would take too much memory at once.
         if pairs is None:
             return self._vector_of_layers(state, *kernel.lengths, mask, kernel)
         joined = state.together(self, "logit_bias", lambda: (pairs(),), *kernel.lengths, kernel=kernel)
@@ -286,8 +288,9 @@ class LogitSite(PlacedForward):
             count = query_length + key_length - 1
             return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
 
-        lengths, options = (query_length, key_length), {"padding": unseen, "kernel": kernel}
-        return cast("Tensor | None", state.together(self, "logit_bias", distances, *lengths, **options))
+        lengths = (query_length, key_length)
+        joined = state.together(self, "logit_bias", distances, *lengths, padding=unseen, kernel=kernel)
+        return cast("Tensor | None", joined)
 
     def _form_of_counts(self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
         """The distance bias of few pairs whose positions have a bound."""
