@@ -159,7 +159,7 @@ class InterfaceAttention(Rebound, AttentionSite):
                 if not torch.compiler.is_compiling() and not self.runtime.recomputation.has_run:
                     self.runtime.recomputation.check()
                 return self._rotary_only_forward(self.module, *args, **kwargs)
-            if self.rotates_in_place and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self.rotates_in_place:
                 rotations = self.rotations
                 output = self._rotary_only_forward(self.module, *args, **kwargs)
                 if self.rotations == rotations:
@@ -351,7 +351,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
         zero = first > 0 and not call.state.dropped and all_positions_below(call.state, first)
-        if zero and not flash and self.rotation_is_last and self.encoding.only_rotates_near:
+        known = not torch.compiler.is_compiling() and self.rotation_is_last
+        if zero and not flash and known and self.encoding.only_rotates_near:
             self.near_backend = kernel.name
         form = None
         if self.encoding.logit_bias is not None and (flash or not zero):
