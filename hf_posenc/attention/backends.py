@@ -165,7 +165,8 @@ class MatrixKernel:
     """
 
     def __init__(self, call: AttentionCall, causal: bool, heads: int, query: Tensor, key: Tensor) -> None:
-        self.mask_arguments = (call.mask, causal, 0, query.shape[2], key.shape[2])
+        self.lengths = (query.shape[2], key.shape[2])
+        self.mask_arguments = (call.mask, causal, 0, *self.lengths)
         numbers = query.shape[0] * heads * query.shape[2] * key.shape[2]
         # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
         may_be_empty = call.mask is not None and call.mask.dtype != torch.bool
@@ -180,6 +181,16 @@ class MatrixKernel:
             self._visible = mask_of_rows(*self.mask_arguments, rows.device)
         return without_empty_rows(with_mask(rows, self._visible), self.options[-1])
 
+    def rows_of_layers(self, biases: Tensor) -> Tensor:
+        """`(layers, batch or 1, heads, query_len, key_len)`: the rows of the biases of several layers, with the mask.
+
+        Args:
+            biases: the rows, or the biases of all distances, `(layers, heads, query_len + key_len - 1)`.
+        """
+        if biases.ndim == 3:
+            biases = biases.unfold(-1, self.lengths[1], 1).flip(-2).unsqueeze(1)
+        return self.masked(biases)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, None]:
         """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities. The rows contain the mask."""
         return block_attention(query, key, value, rows, *self.options), None
@@ -191,21 +202,24 @@ class MatrixAttention:
     Args:
         form: the bias.
         kernel: the kernel.
+
+    Attributes:
+        known: the rows of the bias with the mask; `None` if they have to be computed.
     """
 
     def __init__(self, form: BiasForm, kernel: MatrixKernel) -> None:
         self.form = form
         self.kernel = kernel
-        self._known: Tensor | None = None
+        self.known: Tensor | None = None
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         """`(batch, query_len, heads, value_dim)`, and `None` for the probabilities."""
         query, key, value = autocast_inputs(query, key, value)
-        rows = self._known
+        rows = self.known
         if rows is None:
             mask = mask_of_rows(*self.kernel.mask_arguments, query.device)
             rows = masked_rows(self.form, mask, self.kernel.options[-1], 0, query.shape[2], key.shape[2], query)
-            self._known = rows if has_shared_rows(self.form) else None
+            self.known = rows if has_shared_rows(self.form) else None
         return self.kernel(query, key, value, rows)
 
 

@@ -6,7 +6,7 @@ import bisect
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,10 @@ from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.weights import (
     AlikeParts,
     KeptValues,
+    Layers,
     ModuleType,
     Parts,
     Value,
-    apart,
     assert_in_graph,
     gradients_may_be_shared,
     of_each,
@@ -165,7 +165,7 @@ class Positions:
         return self.memo[KeptValues].of(part, name, compute, fits) if self.keeps_values else compute()
 
     def of_weights(
-        self, part: ModuleType, name: Hashable, compute: Callable[[Sequence[ModuleType]], tuple[Tensor | None, ...]]
+        self, part: ModuleType, name: Hashable, compute: Callable[[Layers], tuple[Tensor | None, ...]]
     ) -> tuple[Any, ...]:
         """What `compute`, which reads nothing but parameters of some parts and what `name` contains, gives for a part.
 
@@ -173,15 +173,15 @@ class Positions:
         differ only in their parameters. What `compute` returns has an axis of the parts that it receives in front.
         """
         if not torch.is_grad_enabled():
-            return self.kept(part, name, lambda: of_each([part], compute)[0])
+            return self.kept(part, name, lambda: of_each(Layers([part]), compute)[0])
         # A process with some of the heads exchanges the parameters of a layer for tensors while the layer computes.
         exchanged = any(type(weight) is Tensor for weight in part._parameters.values())
         if exchanged or AlikeParts not in self.memo or not gradients_may_be_shared():
-            return of_each([part], compute)[0]
+            return of_each(Layers([part]), compute)[0]
         known: tuple[Any, ...] | None = self.memo.get((AlikeParts, name, id(part)))
         if known is None:
-            layers = self.memo[AlikeParts].of(part)
-            values = apart(layers, lambda each: of_each(each, compute)) or ()
+            layers = Layers(self.memo[AlikeParts].of(part))
+            values = layers.apart(of_each(layers, compute))
             self.memo.update(
                 {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
             )

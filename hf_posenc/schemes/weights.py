@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -76,28 +76,91 @@ def known_true(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def stacked(layers: Sequence[Any]) -> Any:
-    """A copy of the first of several parts of one class whose weights are those of all, `(layers, ...)`.
+class Layers(Sequence[Any]):
+    """Parts of several layers, of one class, that are computed together."""
 
-    Gradients flow back to the parts. Each of them has an entry in the copy even if it is the only one.
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.parts = tuple(parts)
+        self._stacks: list[tuple[list[Tensor], Tensor]] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.parts[index]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def stack(self, weights: list[Tensor]) -> Tensor:
+        """`(layers, ...)`: a tensor of each layer, which depends on the weights of that layer alone."""
+        stack = torch.stack(weights)
+        if stack.requires_grad:
+            self._stacks.append((weights, stack))
+        return stack
+
+    def stacked(self) -> Any:
+        """A copy of the first part whose weights are those of all, `(layers, ...)`."""
+        return self._stacked(self.parts)
+
+    def _stacked(self, parts: Sequence[Any]) -> Any:
+        first, kind = parts[0], type(parts[0])
+        names, modules = list(first._parameters), dict(first._modules)
+        if parametrize.is_parametrized(first):
+            # The copy has the values instead, and the class that a parametrization was registered on.
+            kind = kind.__mro__[1]
+            names += modules.pop("parametrizations")
+        made: Any = object.__new__(kind)
+        made.__dict__ = first.__dict__ | {
+            "_parameters": {name: self.stack([getattr(part, name) for part in parts]) for name in names},
+            "_modules": {name: self._stacked([part._modules[name] for part in parts]) for name in modules},
+        }
+        return made
+
+    def apart(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Values that were computed from the stacks, with the gradients of layers that compute alone.
+
+        Args:
+            values: a value for each layer: a tensor, or tuples of tensors and `None`.
+        """
+        if len(self) == 1 or not self._stacks or not torch.is_grad_enabled():
+            return values
+        leaves = [(layer, leaf) for layer, value in enumerate(values) for leaf in tree_leaves(value)]
+        learned = [any(weights[layer].requires_grad for weights, _ in self._stacks) for layer in range(len(self))]
+        weights = [weight for of_layers, _ in self._stacks for weight in of_layers]
+        made = _Apart.apply(leaves, learned, [stack for _, stack in self._stacks], *weights)
+        return cast("list[Any]", tree_unflatten(made, tree_structure(list(values))))
+
+
+class _Apart(torch.autograd.Function):
+    """Gives a layer that did not run, or that the loss does not depend on, no gradient instead of zeros.
+
+    With zeros an optimizer would decay its weights. Layers may have a backward pass each, so nothing is freed after the
+    first one. The gradient is that of the stacks, so that hooks of a weight are called once.
     """
-    first, kind = layers[0], type(layers[0])
-    names, modules = list(first._parameters), dict(first._modules)
-    if parametrize.is_parametrized(first):
-        # The copy has the values instead, and the class that a parametrization was registered on.
-        kind = kind.__mro__[1]
-        names += modules.pop("parametrizations")
-    made: Any = object.__new__(kind)
-    made.__dict__ = first.__dict__ | {
-        "_parameters": {name: torch.stack([getattr(layer, name) for layer in layers]) for name in names},
-        "_modules": {name: stacked([layer._modules[name] for layer in layers]) for name in modules},
-    }
-    return made
+
+    @staticmethod
+    def forward(ctx: Any, leaves: list[Any], learned: list[bool], stacks: list[Tensor], *weights: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.leaves, ctx.stacks, ctx.number = leaves, stacks, len(learned)
+        made = [leaf if leaf is None else leaf.detach() for _, leaf in leaves]
+        fixed = [not learned[layer] or not requires_grad(leaf) for layer, leaf in leaves]
+        ctx.mark_non_differentiable(*(leaf for leaf in itertools.compress(made, fixed) if leaf is not None))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        known = [*itertools.compress(ctx.leaves, (gradient is not None for gradient in gradients))]
+        if not known:
+            return None, None, None, *(None for _ in ctx.stacks for _ in range(ctx.number))
+        layers, given = {layer for layer, _ in known}, [*filter(torch.is_tensor, gradients)]
+        # The graph is kept, and one is made for another pass.
+        options = (True, torch.is_grad_enabled())
+        of_stacks = torch.autograd.grad([leaf for _, leaf in known], ctx.stacks, given, *options, allow_unused=True)
+        each = [[None] * ctx.number if stack is None else stack.unbind(0) for stack in of_stacks]
+        return None, None, None, *(of[layer] if layer in layers else None for of in each for layer in range(ctx.number))
 
 
-def of_stacked(layers: Sequence[Any], *inputs: Any) -> Tensor:
+def of_stacked(layers: Layers, *inputs: Any) -> Tensor:
     """What several layers compute together, by a `forward` that takes weights with an axis of layers in front."""
-    result: Tensor = stacked(layers).forward(*inputs)
+    result: Tensor = layers.stacked().forward(*inputs)
     return result
 
 
@@ -240,9 +303,7 @@ class AlikeParts:
         return cast("list[ModuleType]", self._found.get(id(part), [part]))
 
 
-def of_each(
-    layers: Sequence[ModuleType], compute: Callable[[Sequence[ModuleType]], tuple[Tensor | None, ...]]
-) -> list[tuple[Any, ...]]:
+def of_each(layers: Layers, compute: Callable[[Layers], tuple[Tensor | None, ...]]) -> list[tuple[Any, ...]]:
     """What `compute` gives for each of several parts: its values have an axis of the parts in front."""
     values = ([None] * len(layers) if value is None else value.unbind(0) for value in compute(layers))
     return list(zip(*values, strict=True))
@@ -256,84 +317,6 @@ def weights_of(part: nn.Module) -> list[Tensor]:
 def has_hooks(weights: Sequence[Tensor]) -> bool:
     """Whether somebody has set hooks on one of these weights. Those of layers that did not run must not be called."""
     return any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights)
-
-
-def apart(
-    parts: Sequence[ModuleType], compute: Callable[[Sequence[ModuleType]], Sequence[Any] | None]
-) -> Sequence[Any] | None:
-    """What parts of several layers compute together, with the gradients of parts that compute alone.
-
-    Args:
-        parts: the parts.
-        compute: receives them, or copies with other tensors of the same numbers. Returns a value for each of them (a
-            tensor, or tuples of tensors and `None`), or `None` if they do not compute together.
-    """
-    weights = [[weight for weight in weights_of(part) if weight.requires_grad] for part in parts]
-    if len(parts) == 1 or not torch.is_grad_enabled() or not any(weights):
-        return compute(parts)
-    flat = [weight for of_part in weights for weight in of_part]
-    # Hooks that are set on the weights themselves are called once, after `_Apart`. They may be frozen before.
-    aliases = _Aliases.apply(*flat)
-    remaining = iter(aliases)
-    values = compute([_with_weights(part, remaining) for part in parts])
-    if values is None:
-        return None
-    leaves = [(number, leaf) for number, value in enumerate(values) for leaf in tree_leaves(value)]
-    owners = [number for number, of_part in enumerate(weights) for _ in of_part]
-    made = _Apart.apply(leaves, [*zip(owners, aliases, strict=True)], *flat)
-    return cast("list[Any]", tree_unflatten(made, tree_structure(list(values))))
-
-
-def _with_weights(part: ModuleType, weights: Iterator[Tensor]) -> ModuleType:
-    """A copy of a part in which the next of some tensors take the places of its weights that require grad."""
-    made = object.__new__(type(part))
-    parameters, modules = part._parameters.items(), part._modules.items()
-    made.__dict__ = part.__dict__ | {
-        "_parameters": {name: next(weights) if requires_grad(weight) else weight for name, weight in parameters},
-        "_modules": {name: module and _with_weights(module, weights) for name, module in modules},
-    }
-    return made
-
-
-class _Aliases(torch.autograd.Function):
-    """Tensors of their own with the numbers of weights."""
-
-    @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(weight.detach() for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
-
-
-class _Apart(torch.autograd.Function):
-    """Gives a layer that did not run, or that the loss does not depend on, no gradient instead of zeros.
-
-    With zeros an optimizer would decay its weights. Layers may have a backward pass each, so nothing is freed after the
-    first one. Values and weights are given with the number of their layer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, leaves: list[Any], aliases: list[tuple[int, Tensor]], *weights: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.leaves, ctx.aliases = leaves, aliases
-        learned = {number for number, _ in aliases}
-        fixed = [number not in learned or not requires_grad(leaf) for number, leaf in leaves]
-        made = [leaf if leaf is None else leaf.detach() for _, leaf in leaves]
-        ctx.mark_non_differentiable(*(leaf for leaf in itertools.compress(made, fixed) if leaf is not None))
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        known = [*itertools.compress(ctx.leaves, (gradient is not None for gradient in gradients))]
-        layers = {number for number, _ in known}
-        # What is differentiated, what for, the gradient so far; the graph is kept, and one is made for another pass.
-        outputs, inputs = [leaf for _, leaf in known], [alias for number, alias in ctx.aliases if number in layers]
-        given = (outputs, inputs, [*filter(torch.is_tensor, gradients)], True, torch.is_grad_enabled())
-        of_weights = iter(torch.autograd.grad(*given, allow_unused=True) if known else ())
-        return None, None, *(next(of_weights) if number in layers else None for number, _ in ctx.aliases)
 
 
 def carries_more() -> bool:

@@ -62,9 +62,10 @@ def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", mostly_slow(FORMS, {"none", "t5"}.__contains__))
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"none", "rope", "t5"}.__contains__))
 def test_evaluation_between_training_steps_compiles_nothing_again(scheme: str) -> None:
-    model, ids, counts = model_of("llama_gqa", scheme), tokens(length=12), []
+    """Nor does a call that is not compiled."""
+    model, ids, counts = model_of("llama_gqa", SCHEMES[scheme]), tokens(length=12), []
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for trains in (False, True, False, True):
@@ -74,6 +75,7 @@ def test_evaluation_between_training_steps_compiles_nothing_again(scheme: str) -
         if trains:
             loss.backward()
         counts.append(counter.frame_count)
+        model(ids, use_cache=False)
     assert counts == [1, 2, 2, 2]
 
 

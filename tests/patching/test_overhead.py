@@ -301,13 +301,13 @@ def test_layers_share_what_a_decoding_step_finds_out_about_positions(scheme, mas
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("architecture", ["llama_gqa", "bloom"])
+@pytest.mark.parametrize("attention", ["llama_gqa eager", "llama_gqa sdpa", "bloom eager"])
 @pytest.mark.parametrize("scheme", ["fire", "log_cpb", "string", "tisa"])
-def test_layers_of_a_kind_are_computed_together(
-    architecture: str, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_a_kind_are_computed_together(attention: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the gradients that each layer computes on its own, by fewer operators."""
-    model, ids = drawn(patched(architecture, scheme, num_hidden_layers=4), std=0.3), tokens(2, 20)
+    architecture, backend = attention.split()
+    model = drawn(patched(architecture, scheme, num_hidden_layers=4, attn_implementation=backend), std=0.3)
+    ids = tokens(2, 20)
     slots = torch.arange(20).expand(2, -1)
     inputs: list[dict[str, Tensor]] = [{}, {"attention_mask": left_padding(20, 6)}]
     if architecture == "llama_gqa":
@@ -324,6 +324,6 @@ def test_layers_of_a_kind_are_computed_together(
     together = trained()
     monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
     alone = trained()
-    assert together[0][0] < alone[0][0]
+    assert together[0][0] < {"eager": 0.95, "sdpa": 0.92}[backend] * alone[0][0]
     for (_, found), (_, expected) in zip(together, alone, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)

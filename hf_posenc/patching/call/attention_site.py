@@ -198,8 +198,9 @@ class AttentionSite(PairwiseSite):
     @property
     def intercepts_cache_update(self) -> bool:
         """Whether keys must be intercepted when the cache is updated."""
-        maps = self.encoding.query_key_map is not None and not self.rotates_in_place
-        return maps or self.encoding.num_features > 0
+        # A graph that read the flag would be compiled once more after a call that is not compiled.
+        may_map = torch.compiler.is_compiling() or not self.rotates_in_place
+        return (self.encoding.query_key_map is not None and may_map) or self.encoding.num_features > 0
 
     def note_rotation(self, call: LayerCall) -> None:
         """Records, after a call, whether the scheme's map ran in place of the rotary function.
@@ -207,7 +208,7 @@ class AttentionSite(PairwiseSite):
         Raises:
             UnsupportedError: if it did in earlier calls but not in this one, whose keys were therefore not mapped.
         """
-        if self.rotates_in_place and not call.rotations:
+        if not call.rotations and self.rotates_in_place:
             self.refuse_skipped_rotation()
         elif call.rotations and not call.keys_mapped and not torch.compiler.is_compiling():
             self.rotates_in_place = True
@@ -320,7 +321,7 @@ class AttentionSite(PairwiseSite):
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
         """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time."""
-        if self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.rotation_is_last or not call.rotated or query.is_meta:
             return
         pairs = ((query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated)
         if not any(torch.equal(*map(_of_transforms, pair)) for pair in pairs):

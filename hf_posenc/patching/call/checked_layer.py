@@ -7,6 +7,7 @@ whose parts differ only in their weights, if they only have to compute the rows 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -144,6 +145,11 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
+        if self.kernel is not None and (self.places is not None or self.by_slots):
+            pairs = None if self.places is None else functools.partial(self._pairs, site, call, query, key)
+            of_layers = site.rows_of_layers(call.state, self.kernel, self.arguments[1], pairs)
+            if of_layers is not None:
+                return of_layers
         kept = None
         if self.kernel is None and self.places is None and (self.by_slots or bound_of_unread(call.state) is not None):
             kept = site.kept_row(bias, call.state, key.shape[2])
@@ -161,21 +167,24 @@ class CheckedLayer:
             self.rows[id(bias)] = rows
         return rows
 
+    def _pairs(self, site: InterfaceAttention, call: LayerCall, query: Tensor, key: Tensor) -> AttentionPairs:
+        assert self.places is not None
+        slots, keys, scaling = self.places
+        if site.encoding.num_features and call.key_features is None:
+            site.find_features(call, query.shape[2], key.shape[2])
+        inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling), call.query_features)
+        return AttentionPairs(query, key, slots, keys, scaling, *inputs)
+
     def _rows_of_pairs(
         self, site: InterfaceAttention, call: LayerCall, bias: PairwiseBias, query: Tensor, key: Tensor
     ) -> Tensor:
-        assert self.places is not None
-        slots, keys, scaling = self.places
-        lengths, replica = (query.shape[2], key.shape[2]), call.state.replica(bias)
-        if site.encoding.num_features and call.key_features is None:
-            site.find_features(call, *lengths)
-        inputs = (call.hidden_states, call.key_features, *site.factors_before(scaling), call.query_features)
-        pairs = AttentionPairs(query, key, slots, keys, scaling, *inputs)
+        replica, pairs = call.state.replica(bias), self._pairs(site, call, query, key)
         pairs.memo = self.memo if query.shape[2] == 1 else None
         if isinstance(replica, SeparableBias) and replica.separable:
-            return rows_of_terms(replica.key_terms(pairs), slots)
+            return rows_of_terms(replica.key_terms(pairs), pairs.query_slots)
         if replica.reads_content:
             return cast("Tensor", replica(pairs))
+        lengths = (query.shape[2], key.shape[2])
         if bias is site.encoding.logit_bias and joins_layers(bias):
             joined: Tensor | None = call.state.together(site, "logit_bias", lambda: (pairs,), *lengths)
             if joined is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -19,7 +19,7 @@ from hf_posenc.patching.call.cache import GENERATION, CachedPositions, counted_t
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.weights import (
-    apart,
+    Layers,
     exporting,
     gradients_may_be_shared,
     has_hooks,
@@ -31,6 +31,7 @@ from hf_posenc.schemes.weights import (
 )
 
 if TYPE_CHECKING:
+    from hf_posenc.attention.backends import MatrixKernel
     from hf_posenc.patching.call.logit_site import LogitSite
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
@@ -373,7 +374,13 @@ class ForwardState:
         return value
 
     def together(
-        self, site: LogitSite, name: str, inputs: Callable[[], tuple[Any, ...]], *lengths: Any, padding: int = 0
+        self,
+        site: LogitSite,
+        name: str,
+        inputs: Callable[[], tuple[Any, ...]],
+        *lengths: Any,
+        padding: int = 0,
+        kernel: MatrixKernel | None = None,
     ) -> Any:
         """What the `of_layers` of a part gives for a layer, evaluated for all layers of its kind once per forward.
 
@@ -385,6 +392,8 @@ class ForwardState:
             inputs: returns the arguments of `of_layers` after the parts.
             *lengths: whatever else the result depends on.
             padding: number of zeros after the values, which are a tensor.
+            kernel: if given, the values are biases, and the layer gets the rows of its bias with the mask of this
+                kernel.
 
         Returns:
             The value of the layer; `None` if it computes its own.
@@ -392,20 +401,27 @@ class ForwardState:
         if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
             return None
 
-        def of_layers(parts: Sequence[Any]) -> Sequence[Any] | None:
-            values = parts[0].of_layers(parts, *inputs())
-            values = nn.functional.pad(values, (0, padding)) if padding and values is not None else values
-            return values.unbind(0) if isinstance(values, Tensor) else values
+        def of_layers() -> tuple[Any, Layers] | None:
+            layers = Layers(parts_of_kind(site, name))
+            kinds = [type(module) for module in modules_of(layers[0])]
+            if len(layers) < 2 or not all(_is_plain(part, kinds, self.device) for part in layers):
+                return None
+            values = layers[0].of_layers(layers, *inputs())
+            if values is None:
+                return None
+            return nn.functional.pad(values, (0, padding)) if padding else values, layers
 
         def compute() -> dict[int, Any] | None:
-            parts = parts_of_kind(site, name)
-            kinds = [type(module) for module in modules_of(parts[0])]
-            if len(parts) < 2 or not all(_is_plain(part, kinds, self.device) for part in parts):
+            computed = self.shared(("of layers", name, site.encoding.kind), of_layers, *lengths, padding)
+            if computed is None:
                 return None
-            each = apart(parts, of_layers)
-            return None if each is None else dict(zip(map(id, parts), each, strict=True))
+            values, layers = computed
+            if kernel is not None:
+                values = kernel.rows_of_layers(values)
+            each = layers.apart(values.unbind(0) if isinstance(values, Tensor) else values)
+            return dict(zip(map(id, layers), each, strict=True))
 
-        values = self.shared(("together", name, site.encoding.kind), compute, *lengths, padding)
+        values = self.shared(("together", name, site.encoding.kind, kernel), compute, *lengths, padding)
         return None if values is None else values[id(getattr(site.encoding, name))]
 
     def may_be_of_layers(self) -> bool:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attention_with, is_single_query_of_sdpa
+from hf_posenc.attention.backends import MatrixAttention, attention_with, is_single_query_of_sdpa
 from hf_posenc.attention.block_attention import AttentionCall, single_query_attention
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.scores import in_parts
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
@@ -158,7 +159,7 @@ class InterfaceAttention(Rebound, AttentionSite):
                 if not torch.compiler.is_compiling() and not self.runtime.recomputation.has_run:
                     self.runtime.recomputation.check()
                 return self._rotary_only_forward(self.module, *args, **kwargs)
-            if self.rotates_in_place and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self.rotates_in_place:
                 rotations = self.rotations
                 output = self._rotary_only_forward(self.module, *args, **kwargs)
                 if self.rotations == rotations:
@@ -350,7 +351,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
         zero = first > 0 and not call.state.dropped and all_positions_below(call.state, first)
-        if zero and not flash and self.rotation_is_last and self.encoding.only_rotates_near:
+        known = not torch.compiler.is_compiling() and self.rotation_is_last
+        if zero and not flash and known and self.encoding.only_rotates_near:
             self.near_backend = kernel.name
         form = None
         if self.encoding.logit_bias is not None and (flash or not zero):
@@ -369,6 +371,10 @@ class InterfaceAttention(Rebound, AttentionSite):
             attend = attention_with(kernel, form, self.module, query, key)
             if wide:
                 return attend_with_wide_values(attend, self.module, query, key, value)
+            pairs, by_slots = call.pairs, isinstance(form, FusedForm) and form.terms is None
+            if isinstance(attend, MatrixAttention) and attend.form is form and (pairs is not None or by_slots):
+                of_pairs = None if pairs is None else lambda: pairs
+                attend.known = self.rows_of_layers(call.state, attend.kernel, kernel.mask, of_pairs)
             call.form, call.attention = form, attend
             return attend(self.module, query, key, value)
         if query.shape[2] == 1 and is_single_query_of_sdpa(kernel):

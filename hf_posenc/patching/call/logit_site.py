@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm, distance_fo
 from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache
-from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, parts_of_kind
+from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, joins_layers, parts_of_kind
 from hf_posenc.patching.call.key_positions import (
     bound_of_unread,
     key_positions,
@@ -30,10 +30,11 @@ from hf_posenc.patching.call.key_positions import (
 )
 from hf_posenc.patching.forwards import PlacedForward
 from hf_posenc.schemes.parts import HIDDEN, DistanceBias, LogitBias, PairwiseBias, Part
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.weights import KeptValues, assert_in_graph, traced
 
 if TYPE_CHECKING:
+    from hf_posenc.attention.backends import MatrixKernel
     from hf_posenc.patching.call.attention_site import LayerCall
 
 #: Of `query . key`, of the query and of the key.
@@ -245,11 +246,36 @@ class LogitSite(PlacedForward):
             state.scratch.update({(*name, id(each)): (row, of_each) for each, row, of_each in rows})
         return cast("tuple[Tensor, Tensor | None]", state.scratch[*name, id(bias)])
 
-    def _vector_of_layers(self, state: ForwardState, query_length: int, key_length: int, mask: Any) -> Tensor | None:
+    def rows_of_layers(
+        self, state: ForwardState, kernel: MatrixKernel, mask: Any, pairs: Callable[[], AttentionPairs] | None
+    ) -> Tensor | None:
+        """`(batch or 1, heads, query_len, key_len)`: the rows of the bias with the mask, computed with other layers.
+
+        Args:
+            state: of the call.
+            kernel: the attention, which has the mask.
+            mask: the mask of the call.
+            pairs: returns the pairs of the bias; `None` for a function of the distance between slots.
+
+        Returns:
+            `None` if the layer computes its own rows.
+        """
+        if self.encoding.logit_scale is not None or not joins_layers(self.encoding.logit_bias):
+            return None
+        if mask is not None and mask.shape[0] > 1:
+            return None  # The rows of all layers and sequences would take too much memory at once.
+        if pairs is None:
+            return self._vector_of_layers(state, *kernel.lengths, mask, kernel)
+        joined = state.together(self, "logit_bias", lambda: (pairs(),), *kernel.lengths, kernel=kernel)
+        return cast("Tensor | None", joined)
+
+    def _vector_of_layers(
+        self, state: ForwardState, query_length: int, key_length: int, mask: Any, kernel: MatrixKernel | None = None
+    ) -> Tensor | None:
         """The bias of all distances, `(heads, query_len + key_len - 1)`, computed with other layers for its gradient.
 
-        Those of later keys are 0 if no query sees any. Without gradients each layer computes its own, so that rounding
-        does not depend on whether positions have gaps.
+        With a kernel it returns the rows of the bias with the mask. Biases of later keys are 0 if no query sees any.
+        Without gradients each layer computes its own, so that rounding does not depend on whether positions have gaps.
         """
         if query_length + key_length > FEW_TOKENS or not torch.is_grad_enabled():
             return None
@@ -263,7 +289,8 @@ class LogitSite(PlacedForward):
             return (torch.arange(count - unseen, device=state.device) + (first - offset - query_length + 1),)
 
         lengths = (query_length, key_length)
-        return cast("Tensor | None", state.together(self, "logit_bias", distances, *lengths, padding=unseen))
+        joined = state.together(self, "logit_bias", distances, *lengths, padding=unseen, kernel=kernel)
+        return cast("Tensor | None", joined)
 
     def _form_of_counts(self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
         """The distance bias of few pairs whose positions have a bound."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -26,6 +25,7 @@ from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, MOST_DISTANCES, check_integer, option
+from hf_posenc.schemes.weights import Layers
 
 BOTH_TERMS = "c2p|p2c"
 
@@ -127,9 +127,7 @@ class DisentangledBias(PairwiseBias):
         return of_keys.float().flip(1) * key_scaling, of_queries.float().flip(1) * query_scaling
 
 
-def _vectors(
-    layers: Sequence[DisentangledBias], rows: Tensor, occurring: tuple[int, int], factors: tuple[Any, Any]
-) -> tuple[Tensor]:
+def _vectors(layers: Layers, rows: Tensor, occurring: tuple[int, int], factors: tuple[Any, Any]) -> tuple[Tensor]:
     """The vectors of keys for queries, then those of queries, `(layers, terms, 1, heads, head_dim, distances)` float32.
 
     Args:
@@ -144,7 +142,7 @@ def _vectors(
     for name, run, factor in (("key_weight", of_run, factors[0]), ("query_weight", of_run.flip(0), factors[1])):
         tables = [getattr(layer, name) for layer in layers]
         if tables[0] is not None:
-            parts = torch.stack([table.narrow(1, *occurring) for table in tables]).float()
+            parts = layers.stack([table.narrow(1, *occurring) for table in tables]).float()
             terms.append(parts.index_select(2, run).transpose(-1, -2) * factor)
     return (torch.stack(terms, dim=1).unsqueeze(2),)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.weights import exporting, known_true, stacked, traced
+from hf_posenc.schemes.weights import Layers, exporting, known_true, traced
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
@@ -71,13 +71,13 @@ class FireBias(PairwiseBias):
         return _of_pieces(inputs, *pieces).transpose(0, 1)
 
     @classmethod
-    def of_layers(cls, layers: Sequence[FireBias], pairs: AttentionPairs) -> Tensor | None:
+    def of_layers(cls, layers: Layers, pairs: AttentionPairs) -> Tensor | None:
         """The biases of several layers, `(layers, batch or 1, heads, query_len, key_len)`; `None` for many pairs."""
         if not torch.is_grad_enabled():
             return _rows_before_threshold(layers, pairs)
         if pairs.steps.numel() * layers[0].config.width > _FEW:
             return None
-        whole, bound = stacked(layers), _bound_of_distances(layers[0], pairs)
+        whole, bound = layers.stacked(), _bound_of_distances(layers[0], pairs)
         if bound is not None and whole.c.is_cpu and bound <= float(whole.threshold.detach().min()):
             return _of_distances(whole.network(whole.inputs_before_threshold(bound)), pairs, bound)
         inputs = whole.normalized_distance(pairs)

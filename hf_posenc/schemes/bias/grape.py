@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from hf_posenc.schemes.parts import DeviceConstant, PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
-from hf_posenc.schemes.weights import stacked
+from hf_posenc.schemes.weights import Layers
 
 
 class GrapeBias(PairwiseBias):
@@ -59,8 +58,8 @@ class GrapeBias(PairwiseBias):
         return (direction * direction.shape[-1] ** -0.5).unsqueeze(-2)
 
 
-def _weights(layers: Sequence[GrapeBias]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    weights: tuple[Tensor, Tensor | None, Tensor | None] = stacked(layers)._weights()
+def _weights(layers: Layers) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    weights: tuple[Tensor, Tensor | None, Tensor | None] = layers.stacked()._weights()
     return weights
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from hf_posenc.schemes.bias.relative_tables import (
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES, check_base, option
+from hf_posenc.schemes.weights import Layers
 
 #: Maximum number of components that a cache keeps in each layer. For more, few operators are no advantage.
 _MOST_KEPT = 2**18
@@ -123,10 +123,10 @@ class TransformerXLBias(PairwiseBias):
         return selected_products(query, table, rows) * pairs.query_scaling
 
 
-def _vectors(layers: Sequence[TransformerXLBias], distances: Tensor, factor: float) -> tuple[Tensor]:
+def _vectors(layers: Layers, distances: Tensor, factor: float) -> tuple[Tensor]:
     """`(layers, heads, head_dim, distances)` float32: the projected sinusoids of distances from keys to queries."""
     sinusoids = sinusoidal_vectors(-distances, layers[0]._frequencies).transpose(0, 1) * factor
-    projections = torch.stack([layer.position_projection for layer in layers]).float()
+    projections = layers.stack([layer.position_projection for layer in layers]).float()
     return (projections.unflatten(1, layers[0].content_bias.shape) @ sinusoids,)
 
 

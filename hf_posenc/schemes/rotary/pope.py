@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
+from hf_posenc.schemes.weights import Layers
 
 
 class PopeMap(QueryKeyMap):
@@ -42,17 +42,17 @@ class PopeMap(QueryKeyMap):
         The first are `(batch or 1, 1, query_len, 2 * head_dim)`, the others `(batch or 1, key_value_heads, query_len, 2
         * head_dim)`.
         """
-        ((of_queries, of_keys),) = self.of_layers([self], positions)
+        ((of_queries, of_keys),) = self.of_layers(Layers([self]), positions)
         return of_queries, of_keys
 
     @classmethod
     def of_layers(
-        cls, layers: Sequence[PopeMap], positions: Positions, dtype: torch.dtype | None = None
+        cls, layers: Layers, positions: Positions, dtype: torch.dtype | None = None
     ) -> list[tuple[Tensor, ...]]:
         """What `phases` returns for each of several layers, which differ in the phases that are added for keys."""
 
         def phases_of_keys() -> Tensor:
-            deltas = torch.stack([layer.delta for layer in layers])
+            deltas = layers.stack([layer.delta for layer in layers])
             return projected(deltas.float(), -2 * math.pi, 0.0)[:, None, :, None, :]
 
         frequencies = layers[0]._inverse_frequencies.on(positions.ids.device)

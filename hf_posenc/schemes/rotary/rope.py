@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,7 +26,7 @@ from hf_posenc.schemes.validation import (
     check_integer,
     option,
 )
-from hf_posenc.schemes.weights import stacked
+from hf_posenc.schemes.weights import Layers
 
 #: The end of an error message about a rotation that cannot be scaled, after its name.
 STATED_BY_FREQUENCIES = (
@@ -78,10 +77,10 @@ class RotaryMap(QueryKeyMap):
         if type(self).inverse_frequencies is RotaryMap.inverse_frequencies:
             return self._signed_constants.on(positions.ids.device)
 
-        def compute(layers: Sequence[RotaryMap]) -> tuple[Tensor]:
+        def compute(layers: Layers) -> tuple[Tensor]:
             if not self._parameters:
                 return (signed_for_both_of_pair(self.inverse_frequencies(positions.lengths), self.layout)[None],)
-            return (signed_for_both_of_pair(stacked(layers).inverse_frequencies(positions.lengths), self.layout),)
+            return (signed_for_both_of_pair(layers.stacked().inverse_frequencies(positions.lengths), self.layout),)
 
         (frequencies,) = positions.of_weights(self, "signed frequencies", compute)
         return cast("Tensor", frequencies)

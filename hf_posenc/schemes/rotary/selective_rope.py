@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -22,7 +21,7 @@ from hf_posenc.schemes.rotary.rotation_kernel import (
 )
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.weights import traced
+from hf_posenc.schemes.weights import Layers, traced
 
 
 class SelectiveRotation(ContextualRotation):
@@ -119,12 +118,12 @@ class SelectiveRotation(ContextualRotation):
             return factors_of_angles(angles[..., :1, :], self.layout, dtype)
         return factors_of_signed_angles(angles.flatten(-2).unsqueeze(-2), dtype)
 
-    def _taps(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
+    def _taps(self, layers: Layers) -> tuple[Tensor]:
         """The steps of kernels times frequencies, that of the token itself last, `(layers, heads, 1, count, steps)`."""
-        kernels = torch.stack([layer.kernel for layer in layers]).float()
+        kernels = layers.stack([layer.kernel for layer in layers]).float()
         return ((kernels * self._frequencies.on(kernels.device).unsqueeze(-1)).unsqueeze(-3),)
 
-    def _signed_kernels(self, layers: Sequence[SelectiveRotation]) -> tuple[Tensor]:
+    def _signed_kernels(self, layers: Layers) -> tuple[Tensor]:
         """`(layers, heads, steps, 2, count)` float32: all of `_taps`, with the signs of signed angles."""
         steps = self._taps(layers)[0].squeeze(-3).transpose(-1, -2)
         return (signed_for_both_of_pair(steps, self.layout).unflatten(-1, (2, -1)),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from hf_posenc.schemes.rotary.rotation_kernel import (
     rotation_factors,
 )
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
-from hf_posenc.schemes.weights import stacked, traced
+from hf_posenc.schemes.weights import Layers, traced
 
 
 class RotationInBasis(QueryKeyMap):
@@ -50,13 +49,13 @@ class RotationInBasis(QueryKeyMap):
         For one token at the same position in every row, returns only the transposed basis after the token's rotation,
         `(1, key_value_heads or 1, rotary_dim, rotary_dim)`: queries and keys then need nothing but a product with it.
         """
-        return self._phases([self], positions)
+        return self._phases(Layers([self]), positions)
 
-    def _phases(self, layers: Sequence[RotationInBasis], positions: Positions) -> tuple[Tensor, ...]:
+    def _phases(self, layers: Layers, positions: Positions) -> tuple[Tensor, ...]:
         """The phases of several layers, with an axis of layers in front, or of one layer without it."""
 
         def of_weights() -> tuple[Tensor, Tensor]:
-            whole = self if len(layers) == 1 else stacked(layers)
+            whole = self if len(layers) == 1 else layers.stacked()
             frequencies, columns = whole.rotation.inverse_frequencies(positions.lengths), whole.basis().mT
             axes = () if whole is self else (len(layers), 1)
             return frequencies.reshape(*axes, -1, 1, frequencies.shape[-1]), columns
@@ -138,9 +137,7 @@ class CayleyMap(RotationInBasis):
         return torch.linalg.solve_ex(identity + skew, identity - skew)[0]
 
     @classmethod
-    def of_layers(
-        cls, layers: Sequence[CayleyMap], positions: Positions, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]] | None:
+    def of_layers(cls, layers: Layers, positions: Positions, dtype: torch.dtype) -> list[tuple[Any, ...]] | None:
         """What `prepared` returns for each of several layers; `None` if their frequencies or bases are fixed."""
         first = layers[0]
         if any(layer._fixed is not None for layer in layers) or type(first.rotation) is not LearnedFrequenciesMap:
