@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable, Mapping
@@ -44,6 +46,19 @@ def functions_called(forward: types.FunctionType, named: str = "apply_rotary") -
 def names_used(forward: Any) -> frozenset[str]:
     """All names, variables and strings in the code of a forward."""
     return names_in(inspect.unwrap(forward).__code__)
+
+
+def codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """A code object and those inside it."""
+    inside = (codes_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return [code, *itertools.chain(*inside)]
+
+
+@functools.lru_cache(maxsize=1024)
+def names_assigned(code: types.CodeType) -> list[str]:
+    """The global names that a code object, or one inside it, assigns."""
+    instructions = itertools.chain(*map(dis.get_instructions, codes_in(code)))
+    return [step.argval for step in instructions if step.opname == "STORE_GLOBAL"]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,6 +102,11 @@ def named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.FunctionType:
     """The same code object with a copy of its globals in which `replaced` overrides some names."""
+    for name in names_assigned(function.__code__):
+        raise UnsupportedError(
+            f"{function.__qualname__} assigns the global name {name}. A scheme runs this code with a copy of its "
+            "globals, so nobody else would see the value. Keep it in an attribute of the module, or in a list."
+        )
     namespace = function.__globals__ | dict(replaced)
     # With `__name__`, dynamo would take the copy for the module itself and guard the globals of the module.
     namespace.pop("__name__", None)
@@ -202,7 +222,9 @@ def globals_used(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str, An
     """The global names in the code of the forwards of some modules: the globals, the name, and the value."""
     codes: set[Any] = {inspect.unwrap(type(module).forward) for module in modules}
     functions = [code for code in codes if isinstance(code, types.FunctionType)]
-    names = [(function.__globals__, name) for function in functions for name in function.__code__.co_names]
+    names = [
+        (each.__globals__, name) for each in functions for code in codes_in(each.__code__) for name in code.co_names
+    ]
     return [(namespace, name, namespace[name]) for namespace, name in names if name in namespace]
 
 

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_posenc import AttentionPairs, BuildContext, Positions, get_scheme, patch_model
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.forwards import rebind
 from tests.matrix.running import distance, drawn, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
@@ -130,6 +131,15 @@ def recomputed(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> T
     return checkpoint(lambda *given: attend(module, *given, mask, scaling=0.3)[0], *heads, use_reentrant=False)
 
 
+#: Read inside a function of `OwnInterface.forward`, and assigned in `counted`.
+FACTOR, CALLS = 0.3, 0
+
+
+def counted() -> None:
+    global CALLS
+    CALLS = CALLS + 1
+
+
 class OwnInterface(LlamaAttention):
     """Attention that calls the function of the interface in its own way for a long text."""
 
@@ -145,7 +155,7 @@ class OwnInterface(LlamaAttention):
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         mask = causal(query, key)[None, None]
         heads = [query, key, value]
-        way = self.way if query.shape[2] > 16 else lambda *given: attend(self, *heads, mask, scaling=0.3)[0]
+        way = self.way if query.shape[2] > 16 else lambda *given: attend(self, *heads, mask, scaling=FACTOR)[0]
         return self.o_proj(way(self, attend, heads, mask).reshape(*hidden_states.shape[:-1], -1)), None
 
 
@@ -166,6 +176,21 @@ def test_parts_of_the_interface_have_the_rotation_and_nothing_else(way: Any, sch
         return
     with pytest.raises(UnsupportedError, match=r"^OwnInterface computes its attention in several parts"):
         model(tokens(2, 40), use_cache=False)
+
+
+@torch.no_grad()
+def test_globals_of_a_forward_are_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs with a copy of its globals."""
+    model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnInterface
+        layer.self_attn.way = None
+    patch_model(model, "alibi")(tokens())
+    monkeypatch.setattr(f"{__name__}.FACTOR", 0.5)
+    with pytest.raises(UnsupportedError, match=r"\.FACTOR was replaced after patch_model"):
+        model(tokens())
+    with pytest.raises(UnsupportedError, match="counted assigns the global name CALLS"):
+        rebind(counted, {})
 
 
 READING = ["shaw", "cope", "transformer_xl", "disentangled"]
