@@ -38,11 +38,8 @@ def _one_fork_server() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kit")
-    status = kit.main(["--smoke", "--device", "cpu", "--output_dir", str(folder)])
-    return status, folder
+def smoke_run(folder, *words: str) -> int:
+    return kit.main(["--smoke", "--device", "cpu", "--output_dir", str(folder), *words])
 
 
 #: What the tests of the command need: of each kind a cell, and one that is refused.
@@ -65,7 +62,7 @@ def small(tmp_path_factory):
     """The results of a run of few cells."""
     folder = tmp_path_factory.mktemp("few")
     with few_cells():
-        assert kit.main(["--smoke", "--device", "cpu", "--output_dir", str(folder)]) == 0
+        assert smoke_run(folder) == 0
     return folder
 
 
@@ -88,13 +85,12 @@ def rewrite(path, change) -> None:
 
 
 @pytest.mark.long
-def test_a_smoke_run_goes_through_every_part(smoke):
-    status, folder = smoke
-    names = files(folder)
+def test_a_smoke_run_goes_through_every_part(tmp_path):
+    assert smoke_run(tmp_path) == 0
+    names = files(tmp_path)
     for file in names.values():
         assert list(file.rows) == file.headers[-1]["cells"]
         assert not [cell for cell, row in file.rows.items() if row["status"] in (WRONG, CRASHED)]
-    assert status == 0
     rows = names["correctness"].rows
     assert rows["forward model alibi bfloat16 flex_attention"]["status"] == OK
     assert rows["forward encoder forget_gate float32 sdpa"]["status"] == REFUSED
@@ -122,7 +118,7 @@ def test_the_same_command_goes_on_with_what_is_missing(copied):
     path = copied / "correctness.jsonl"
     rewrite(path, lambda line: None if line.get("cell") in taken else line)
     before = path.read_text()
-    assert kit.main(["--smoke", "--device", "cpu", "--output_dir", str(copied), "--parts", "correctness"]) == 0
+    assert smoke_run(copied, "--parts", "correctness") == 0
     assert path.read_text().startswith(before)
     header, *added = (json.loads(line) for line in path.read_text().removeprefix(before).splitlines())
     assert header["command"].endswith("--parts correctness")
@@ -144,9 +140,8 @@ def test_a_run_that_is_refused_leaves_the_results_of_another_machine(words, tmp_
 def test_a_part_that_is_run_anew_has_new_rows_only(copied):
     path = copied / "launches.jsonl"
     rewrite(path, lambda line: line | ({"machine": {}} if "machine" in line else {"old": True}))
-    words = ["--smoke", "--device", "cpu", "--output_dir", str(copied), "--parts", "launches", "--overwrite"]
     # Its time is up at once.
-    kit.main([*words, "--budget_minutes", "1e-9"])
+    smoke_run(copied, "--parts", "launches", "--overwrite", "--budget_minutes", "1e-9")
     assert PartFile(path).rows == {}
     assert PartFile(path).left == Launches("cpu", True).cells()
 
