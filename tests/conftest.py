@@ -69,11 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     device = config.getoption("--device")
     if device == "cpu":
-        if not torch.accelerator.is_available():
-            # Each seed of torch is kept for devices that may be started later, with the stack of the call. A test takes
-            # several, and the stack of pytest is deep: 0.7 ms.
-            for backend in (torch.cuda, torch.xpu, torch.mtia):
-                backend.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
         return
     if device == "strict":
         from tests.devices import strict_device
