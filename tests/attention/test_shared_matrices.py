@@ -22,6 +22,7 @@ from hf_posenc.attention.forms import FusedForm, RowsForm
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from tests.kits.decoding import left_padding
 from tests.matrix.running import gradients, patched, tokens
+from tests.thinning import mostly_slow
 
 from .block_sizes import set_sizes
 from .fused import attended, masks_of_kernels
@@ -121,11 +122,10 @@ def test_kept_probabilities_give_the_same_gradients(
 
 @pytest.mark.parametrize(
     ("scheme", "blocks", "compiled"),
-    [
-        *itertools.product(["alibi", "sandwich", "t5", "kerple", "swin"], ["", "blocks"], [""]),
-        # A compiler takes seconds, and a graph takes the same way for each of these biases.
-        *[("alibi", "", "compiled"), ("t5", "blocks", "compiled")],
-    ],
+    mostly_slow(
+        itertools.product(["alibi", "sandwich", "t5", "kerple", "swin"], ["", "blocks"], ["", "compiled"]),
+        lambda case: not case[2] or case[:2] in (("alibi", ""), ("t5", "blocks")),
+    ),
 )
 def test_padding_before_a_text_has_the_same_gradient_in_all_kernels(
     scheme: str, blocks: str, compiled: str, monkeypatch: pytest.MonkeyPatch
