@@ -69,12 +69,12 @@ class UnknownNameError(PositionEncodingError, ValueError):
         super().__init__(" ".join(filter(None, sentences)))
 
 
-def close_names(name: str, known: Iterable[str]) -> list[str]:
+def close_names(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """Returns up to three known names that are similar to a name, ignoring case, the closest first."""
     by_lower = {candidate.lower(): candidate for candidate in sorted(known)}
     if name.lower() in by_lower:
         return [by_lower[name.lower()]]
-    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)]
 
 
 def did_you_mean(close: Sequence[str]) -> str:

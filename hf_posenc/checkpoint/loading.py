@@ -27,7 +27,7 @@ from hf_posenc.entry import (
     read_entry,
     read_fields,
 )
-from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.wrapping import Call
 
 if TYPE_CHECKING:
@@ -415,13 +415,8 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
     """
     from hf_posenc.schemes import as_scheme
 
-    try:
-        scheme, places = _split(requested)
-        return as_scheme(scheme), places
-    except UnknownNameError as error:
-        if isinstance(requested, Mapping):
-            error.add_note(f"Besides the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
-        raise
+    scheme, places = _split(requested)
+    return as_scheme(scheme), places
 
 
 def _in_json(requested: Any) -> Any:

@@ -359,7 +359,7 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in options:
         if name not in fields:
-            raise UnknownNameError("option", name, fields, owner=owner, hint=hint_for_option(name))
+            raise UnknownNameError("option", name, fields, owner=owner, hint=hint_for_option(name, fields))
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
