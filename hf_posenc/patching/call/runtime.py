@@ -53,7 +53,7 @@ from hf_posenc.patching.call.module_sites import SlotBuffers
 from hf_posenc.patching.call.parallel import refuse_unsynchronised
 from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
 from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, name_own_code
 from hf_posenc.schemes.weights import AlikeParts, KeptValues
 
 if TYPE_CHECKING:
@@ -369,6 +369,9 @@ class StackForward(PlacedForward):
                 if known is not scheme:
                     set_note(self_attention_cache(cache), SCHEME, scheme)
             return result
+        except Exception as error:
+            name_own_code(error, self.runtime.scheme)
+            raise
         finally:
             del calls[depth:]
 
