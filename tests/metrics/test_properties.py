@@ -24,6 +24,10 @@ MARKS = {True: "+", False: "-", None: "."}
 FIRST = list({(row.marks, row.causal_marks): name for name, row in reversed(TABLE.items())}.values())
 
 
+def test_no_two_columns_have_the_same_explanation():
+    assert len({text for _, _, text in PROPERTIES.values()}) == len(PROPERTIES)
+
+
 @pytest.mark.parametrize("name", mostly_slow(list_schemes(), FIRST.__contains__))
 def test_marks_are_the_expected_ones(name):
     result, causal_marks = properties_table([get_scheme(name)()]), TABLE[name].causal_marks
