@@ -27,8 +27,8 @@ from hf_posenc.entry import (
     read_entry,
     read_fields,
 )
-from hf_posenc.errors import UnsupportedError
-from hf_posenc.wrapping import Call
+from hf_posenc.errors import COLLECTED, UnsupportedError
+from hf_posenc.wrapping import Call, setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -292,7 +292,7 @@ def patching_proxy(
         from transformers.modeling_utils import local_torch_dtype
 
         from hf_posenc.checkpoint.configuration import check_native_fields, follow_lengths
-        from hf_posenc.patching.patch import place_scheme
+        from hf_posenc.patching.patch import place_scheme, warn_if_uncacheable
         from hf_posenc.patching.place.config_entry import detach_entry
         from hf_posenc.patching.place.transaction import Transaction
         from hf_posenc.schemes import scheme_from_dict
@@ -310,7 +310,9 @@ def patching_proxy(
             transaction = Transaction(model)
             if check_fits is not None:
                 check_fits(transaction.anatomy, scheme)
-            place_scheme(transaction, scheme)
+            with setting(COLLECTED, []):  # What is said about a choice was said by the patch.
+                place_scheme(transaction, scheme)
+            warn_if_uncacheable(model.position_encoding, model)
         check_native_fields(model, written)
         follow_lengths(model, written)
         if built is not None:

@@ -145,7 +145,7 @@ def place_scheme(
         for stack in encoding.stacks.values():
             if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
                 limits.refuse(stack.needs(), encoding.label)
-    _warn_if_uncacheable(encoding, transaction)
+    warn_if_uncacheable(encoding, model)
     placed = [
         stack_encoding
         for stack_encoding in encoding.stacks.values()
@@ -264,8 +264,9 @@ def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -
         )
 
 
-def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
-    if is_length_dependent(encoding) and getattr(transaction.model, "generation_config", None) is not None:
+def warn_if_uncacheable(encoding: PositionEncoding, model: nn.Module) -> None:
+    """Warns if the scheme of a model that generates does not support caches. A load says so as well."""
+    if is_length_dependent(encoding) and getattr(model, "generation_config", None) is not None:
         warn_user(
             f"Scheme {encoding.config.label!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
