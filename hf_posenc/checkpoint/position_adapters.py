@@ -18,14 +18,13 @@ from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
-from hf_posenc.errors import COLLECTED, PositionEncodingError, UnsupportedError, warn_user
+from hf_posenc.errors import PositionEncodingError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
-from hf_posenc.patching.patch import place_scheme, unpatch_model, warn_if_uncacheable
+from hf_posenc.patching.patch import place_scheme, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
 from hf_posenc.patching.place.lengths import Lengths, choose_length, write_length
 from hf_posenc.patching.place.transaction import Transaction
-from hf_posenc.wrapping import setting
 
 
 def save_position_adapter(
@@ -187,8 +186,7 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
         if encoding is None:
             try:
                 # Not patch_model, which would warn of random rows that the files are about to fill.
-                with setting(COLLECTED, []):
-                    place_scheme(Transaction(model), files.config)
+                place_scheme(Transaction(model), files.config, chosen=False)
             except ValueError as error:
                 raise CheckpointError(
                     f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was "
@@ -196,7 +194,6 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
                 ) from error
             encoding = current_encoding(model)
             assert encoding is not None
-            warn_if_uncacheable(encoding, model)
             undo.callback(unpatch_model, model)
         else:
             values = {name: parameter.detach().clone() for name, parameter in encoding.weights().items()}
