@@ -78,5 +78,6 @@ def test_a_table_too_short_for_any_property_has_a_row_of_refusals():
     result = properties_table([LearnedConfig(num_positions=8)])
     refused = {record.quantity: record for record in result.records if "refused" in record.details}
     assert set(refused) == set(PROPERTIES) - {"extensibility", "norm_preservation"}
+    assert len({meaning for _, _, meaning in PROPERTIES.values()}) == len(PROPERTIES)
     assert all(record.passed is None for record in refused.values())
     assert all("8 positions of the learned table" in record.details["refused"][0] for record in refused.values())
