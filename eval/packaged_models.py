@@ -67,14 +67,16 @@ def convert_smollm2(output: Path) -> Path:
         return output
     folder = SMOLLM2.locate()
 
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.weights)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2.weights, dtype="float32")
     entries = quantized.config.to_dict()
     entries.pop("quantization_config", None)
-    model = type(quantized)(type(quantized.config).from_dict(entries))
-    model.load_state_dict(quantized.state_dict())
+    with torch.device("meta"):  # No random weights are drawn.
+        model = type(quantized)(type(quantized.config).from_dict(entries))
+    model.load_state_dict(quantized.state_dict(), assign=True)
     model.tie_weights()
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)

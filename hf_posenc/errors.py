@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import ClassVar
 
-#: Packages that a warning does not point at. `contextlib` and `functools` call the functions that they wrap.
-_NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", "functools"}
+#: Packages that warnings and notes do not point at. `contextlib` and `functools` call the functions that they wrap.
+NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", "functools"}
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
 #: A message that says where names are listed does not list more names than this itself.
@@ -69,12 +69,12 @@ class UnknownNameError(PositionEncodingError, ValueError):
         super().__init__(" ".join(filter(None, sentences)))
 
 
-def close_names(name: str, known: Iterable[str]) -> list[str]:
+def close_names(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """Returns up to three known names that are similar to a name, ignoring case, the closest first."""
     by_lower = {candidate.lower(): candidate for candidate in sorted(known)}
     if name.lower() in by_lower:
         return [by_lower[name.lower()]]
-    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)]
 
 
 def did_you_mean(close: Sequence[str]) -> str:
@@ -115,6 +115,6 @@ def warn_user(message: str) -> None:
         collected.append(message)
         return
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_OF_THE_USER:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in NOT_OF_THE_USER:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from hf_posenc.errors import close_names
+
 _SCHEMES = {
     "no_pe": ("none",),
     "nope": ("none",),
@@ -69,12 +73,25 @@ TABLE_EXTENSION = (
     "swap_scheme(model, scheme, table_extension='repeat') in Python, --table-extension repeat for `hf-posenc patch`, "
     "--initialization fitted --table_extension repeat for the training scripts"
 )
-_OPTIONS = {"table_extension": f"It is not an option of a scheme, but says how rows are made: {TABLE_EXTENSION}."}
+#: Arguments of `patch_model` and `swap_scheme`, and how they are given elsewhere.
+_ARGUMENTS = {
+    "part": "part='text' for patch_model, --part for `hf-posenc patch`",
+    "layers": "layers=[0, 1] for patch_model, --layers for `hf-posenc patch`, --scheme_layers for the training scripts",
+    "elsewhere": "elsewhere='none' for patch_model, --elsewhere for `hf-posenc patch` and the training scripts",
+    "cross_attention": "cross_attention=True for patch_model, --cross-attention for `hf-posenc patch`",
+    "table_extension": TABLE_EXTENSION,
+    "initialization": "initialization='fitted' for swap_scheme, --initialization for the training scripts",
+    "sample": "sample=token_ids for swap_scheme",
+    "gradual": "gradual=True for swap_scheme, --gradual_steps for the training scripts",
+}
 
 
-def hint_for_option(name: str) -> str:
-    """Returns a hint for a name that is not an option of a scheme, or an empty string."""
-    return _OPTIONS.get(name.lower().replace("-", "_"), "")
+def hint_for_option(name: str, options: Collection[str] = ()) -> str:
+    """Returns a hint if a name that no scheme option has is closest to an argument; otherwise an empty text."""
+    for close in close_names(name.replace("-", "_"), [*_ARGUMENTS, *options], cutoff=0.8)[:1]:
+        if close not in options:
+            return f"Did you mean {close!r}? It is not an option of a scheme, but an argument: {_ARGUMENTS[close]}."
+    return ""
 
 
 def hint_for(name: str) -> str:

@@ -23,6 +23,7 @@ from hf_posenc.patching.anatomy.architectures import declaration
 from hf_posenc.schemes import registry
 from tests.models import tiny, word_tokenizer
 from tests.patching.composites.models import COMPOSITES
+from tests.versions import before
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,6 +41,7 @@ def blocks(page: str, section: str = "") -> list[str]:
     text = (ROOT / page).read_text()
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = text.replace("cache=cache", "past_key_values=cache") if before("5.24") else text
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 

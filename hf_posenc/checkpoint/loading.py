@@ -27,7 +27,7 @@ from hf_posenc.entry import (
     read_entry,
     read_fields,
 )
-from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.wrapping import Call
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def patching_proxy(
             transaction = Transaction(model)
             if check_fits is not None:
                 check_fits(transaction.anatomy, scheme)
-            place_scheme(transaction, scheme)
+            place_scheme(transaction, scheme, chosen=False)
         check_native_fields(model, written)
         follow_lengths(model, written)
         if built is not None:
@@ -413,15 +413,17 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
     Raises:
         UnknownNameError, ValueError, TypeError, UsageError: for a value that is not a scheme.
     """
-    from hf_posenc.schemes import as_scheme
+    from hf_posenc.schemes import as_scheme, get_scheme
 
-    try:
-        scheme, places = _split(requested)
-        return as_scheme(scheme), places
-    except UnknownNameError as error:
-        if isinstance(requested, Mapping):
-            error.add_note(f"Besides the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
-        raise
+    if "scheme" not in (requested if isinstance(requested, Mapping) else ()):
+        return as_scheme(requested), {}
+    scheme = requested["scheme"]
+    with_options = not isinstance(scheme, str) or ":" in scheme
+    if with_options and requested.keys() <= {"scheme", *_PLACES}:
+        return as_scheme(scheme), {name: value for name, value in requested.items() if name != "scheme"}
+    options = {field.name for field in dataclasses.fields(get_scheme(scheme))} if isinstance(scheme, str) else set()
+    places = {name: requested[name] for name in _PLACES if name in requested and name not in options}
+    return as_scheme({name: value for name, value in requested.items() if name not in places}), places
 
 
 def _in_json(requested: Any) -> Any:
@@ -433,21 +435,6 @@ def _in_json(requested: Any) -> Any:
 
     read_request(requested)
     return json.loads(json.dumps(requested, default=plain))
-
-
-def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
-    """The scheme, and the arguments of `patch_model` that are in the same dictionary."""
-    from hf_posenc.schemes.registry import get_scheme
-
-    if not isinstance(requested, Mapping) or "scheme" not in requested:
-        return requested, {}
-    scheme = requested["scheme"]
-    with_options = not isinstance(scheme, str) or ":" in scheme
-    if with_options and requested.keys() <= {"scheme", *_PLACES}:
-        return scheme, {name: value for name, value in requested.items() if name != "scheme"}
-    options = {field.name for field in dataclasses.fields(get_scheme(scheme))} if isinstance(scheme, str) else set()
-    places = {name: requested[name] for name in _PLACES if name in requested and name not in options}
-    return {name: value for name, value in requested.items() if name not in places}, places
 
 
 def _knows_the_argument(*owners: Any) -> bool:

@@ -186,18 +186,18 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
         if encoding is None:
             try:
                 # Not patch_model, which would warn of random rows that the files are about to fill.
-                place_scheme(Transaction(model), files.config)
+                place_scheme(Transaction(model), files.config, chosen=False)
             except ValueError as error:
                 raise CheckpointError(
                     f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was "
                     "edited or damaged; save it again from the model."
                 ) from error
             encoding = current_encoding(model)
+            assert encoding is not None
             undo.callback(unpatch_model, model)
         else:
             values = {name: parameter.detach().clone() for name, parameter in encoding.weights().items()}
             undo.callback(_restore, encoding, model, copy.copy(encoding.lengths), values)
-        assert encoding is not None
         assert encoding.lengths is not None
         _load_parameters(encoding, files.parameters, source, shared)
         if files.length is not None and encoding.lengths.chosen is None:

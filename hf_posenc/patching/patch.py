@@ -113,8 +113,11 @@ def place_scheme(
     part: str | None = None,
     layers: Iterable[int] | None = None,
     elsewhere: SchemeLike | None = None,
+    chosen: bool = True,
 ) -> set[UnfilledTable]:
     """`patch_model` in a transaction, whose anatomy of the model has been used before.
+
+    A scheme that is not `chosen` now but was saved with the model gets no warnings about the choice.
 
     Returns the tables of the scheme that keep random rows although the model has a native table.
     """
@@ -132,7 +135,7 @@ def place_scheme(
         requested = {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
     schemes = _in_force(previous)
     for name, scheme in requested.items():
-        schemes[name] = _resolve(transaction, name, scheme, layers, elsewhere)
+        schemes[name] = _resolve(transaction, name, scheme, layers, elsewhere, chosen)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
     several = isinstance(config, PartsConfig) or len(anatomy.parts) > 1
     whole = of_parts(schemes) if several else next(iter(schemes.values()))
@@ -150,8 +153,9 @@ def place_scheme(
         for stack_encoding in encoding.stacks.values()
         if previous is None or stack_encoding not in previous.stacks.values()
     ]
-    _warn_if_only_scaled(encoding, placed)
-    if not names_native(config):
+    if chosen:
+        _warn_if_only_scaled(encoding, placed)
+    if chosen and not names_native(config):
         _warn_of_raster_order(encoding, placed)
     if previous is not None:
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
@@ -181,6 +185,7 @@ def _resolve(
     config: SchemeConfig,
     layers: Iterable[int] | None,
     elsewhere: SchemeLike | None,
+    chosen: bool,
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
     config, cross = config.within_and_across()
@@ -195,9 +200,10 @@ def _resolve(
     other = other if layers is None else resolve_native(transaction, part, other, stacks)
     config = with_native_options(transaction, part, config, stacks)
     config = schedule(config, stacks, layers, other, merged=merged)
-    warn_if_invisible(config, stacks)
-    warn_if_rotation_changes(config, stacks)
-    warn_of_invented_grid(config, stacks)
+    if chosen:
+        warn_if_invisible(config, stacks)
+        warn_if_rotation_changes(config, stacks)
+        warn_of_invented_grid(config, stacks)
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     # If layers were exchanged since the last patch, the scheme in force could not be restored after the run.
     if others and transaction.anatomy.is_runnable and not transaction.change():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import math
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.errors import NOT_OF_THE_USER, UnknownNameError, UnsupportedError
 from hf_posenc.other_names import hint_for_option
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
@@ -359,7 +360,7 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in options:
         if name not in fields:
-            raise UnknownNameError("option", name, fields, owner=owner, hint=hint_for_option(name))
+            raise UnknownNameError("option", name, fields, owner=owner, hint=hint_for_option(name, fields))
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
@@ -413,6 +414,18 @@ def _decode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_decode(item) for item in value)
     return value
+
+
+def name_own_code(error: Exception, config: SchemeConfig) -> None:
+    """Adds to an error that code from outside of this package raised in a part or in `build` where that happened."""
+    in_scheme = False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        in_scheme = in_scheme or isinstance(frame.f_locals.get("self"), Part | SchemeConfig)
+        module = frame.f_globals.get("__name__", "")
+        if in_scheme and module.partition(".")[0] not in NOT_OF_THE_USER:
+            code = f"{frame.f_code.co_qualname} (module {module}, line {line})"
+            error.add_note(f"This happened in {code}, which the position encoding {config.label!r} calls.")
+            break
 
 
 def check_parts(config: SchemeConfig, parts: Any) -> None:

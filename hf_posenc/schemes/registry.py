@@ -14,7 +14,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import MODULES, import_named_modules
-from hf_posenc.other_names import hint_for
+from hf_posenc.other_names import hint_for, hint_for_option
 from hf_posenc.schemes.config import SchemeConfig, nesting
 from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, kind_of, shown
 
@@ -147,6 +147,7 @@ def as_scheme(value: SchemeLike, option: str = "", /, **options: Any) -> SchemeC
 
 
 def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig:
+    hints = "".join(f" {hint}" for hint in map(hint_for_option, options) if hint)
     if isinstance(value, str) and (":" in value or value.startswith("[")):
         return parse_scheme(value, **options)
     if isinstance(value, str):
@@ -158,13 +159,13 @@ def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig
     if isinstance(value, SchemeConfig):
         if options:
             raise TypeError(
-                f"{type(value).__name__} is already a config, so the options {sorted(options)} cannot "
-                "be applied. Pass them to its constructor, or use dataclasses.replace."
+                f"{type(value).__name__} is already a config, so the options {sorted(options)} cannot be applied. "
+                f"Pass them to its constructor, or use dataclasses.replace.{hints}"
             )
         return value
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         if options:
-            raise TypeError(f"For a list of schemes, pass options to each scheme instead of {sorted(options)}.")
+            raise TypeError(f"For a list of schemes, pass options to each scheme instead of {sorted(options)}.{hints}")
         return get_scheme("composed").from_options({"parts": tuple(value)})
     kind = type(value)
     taken = kind.__name__ in {config.__name__ for config in registered_configs()}

@@ -20,9 +20,7 @@ def examine(pair: Pair) -> list[Record]:
         return [Record(pair.name, without=without)]
     records = check_pair(pair)
     for record in records:
-        record.without = without or (
-            "a sparse approximation of it" if "sparse or approximate" in record.refusal else ""
-        )
+        record.without = without
     return records
 
 

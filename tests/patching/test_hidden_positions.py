@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import (
     ALL_ATTENTION_FUNCTIONS,
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
+    LlamaModel,
     apply_rotary_pos_emb,
     eager_attention_forward,
     rotate_half,
@@ -207,6 +210,26 @@ class AfterAttention(LlamaDecoderLayer):
         return super().forward(hidden_states, **kwargs) + 4 * places
 
 
+class BetweenLayers(LlamaModel):
+    """Adds positions to what a layer returns."""
+
+    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
+        hidden_states, places = self.embed_tokens(input_ids), torch.arange(input_ids.shape[1])
+        phases = self.rotary_emb(hidden_states, places.unsqueeze(0))
+        mask = create_causal_mask(self.config, hidden_states, None, None)
+        for index, layer in enumerate(self.layers):
+            hidden_states = layer(hidden_states, attention_mask=mask, position_embeddings=phases)
+            if index == self.after:
+                hidden_states = hidden_states + 4 * places.sin().unsqueeze(-1).to(hidden_states.dtype)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
+
+
+def between_layers(after: int) -> Any:
+    model = llama("model", BetweenLayers)
+    model.model.after = after
+    return model
+
+
 class Network(LlamaMLP):
     def forward(self, x: Any) -> Any:
         return super().forward(x) + torch.arange(x.shape[1]).cos().unsqueeze(-1).to(x.dtype)
@@ -277,6 +300,8 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: llama("model.layers.1", AfterAttention),
         r"output of a layer \(AfterAttention\) depends",
     ),
+    "between layers": (lambda: between_layers(0), "the input of a layer after the first depends on the position"),
+    "after layers": (lambda: between_layers(1), "its output depends on the position"),
     "network": (lambda: llama("model.layers.0.mlp", Network), r"output of a layer \(LlamaDecoderLayer\) depends"),
     "embeddings": (lambda: llama("model.embed_tokens", Numbering), FIRST_INPUT),
     "outside": (lambda: llama("", Outside), FIRST_INPUT),

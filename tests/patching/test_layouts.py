@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from transformers import PreTrainedModel
+from typing import Any
 
-from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
+import pytest
+import torch
+from torch import Tensor
+from transformers import Florence2VisionConfig, PreTrainedModel
+from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
+
+from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy import anatomy
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.layouts import Text
 from tests.models import tiny
 
+#: Rows and columns of a window.
+WINDOW = 4
 REASON = "the first step reads no positions"
 
 
@@ -34,3 +41,60 @@ def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.kept == [f"layers.0.self_attn: {REASON}"]
     unpatch_model(model)
     assert type(Anatomy(tiny("BertForMaskedLM")).stacks()[0].layout) is Text
+
+
+@pytest.fixture
+def windowed() -> Florence2VisionBackbone:
+    """Florence-2's attention receives a whole image, divides it into windows, and then compares channels."""
+    torch.manual_seed(0)
+    config = Florence2VisionConfig(
+        embed_dim=[16, 32], num_heads=[2, 4], num_groups=[2, 4], depths=[1, 1], patch_size=[7, 3], patch_stride=[4, 2],
+        patch_padding=[3, 1], patch_prenorm=[False, True], window_size=WINDOW, projection_dim=32, drop_path_rate=0.0,
+    )  # fmt: skip
+    return Florence2VisionBackbone(config).eval()
+
+
+def test_stages_of_a_width_of_their_own_state_it_in_their_modules(windowed: Florence2VisionBackbone) -> None:
+    (stack,) = Anatomy(windowed).stacks()
+    assert [attention.head_dim for attention in stack.attentions] == [8, 8]
+    assert [path.rpartition(".")[2] for path, _ in stack.skipped] == ["channel_attn"] * 2
+    del stack.attentions[0].module.dim
+    with pytest.raises(UnsupportedError, match="width of its heads"):
+        Anatomy(windowed).stacks()
+
+
+@pytest.mark.parametrize("side", [32, 24], ids=["whole windows", "padded windows"])
+@torch.no_grad()
+def test_attention_that_divides_an_image_itself_has_the_places_in_its_windows(
+    windowed: Florence2VisionBackbone, side: int
+) -> None:
+    patch_model(windowed, "alibi", axes=2)
+    seen: list[tuple[Any, Tensor, Tensor]] = []
+    for module in windowed.modules():
+        if type(module).__name__ == "Florence2VisionWindowAttention":
+            module.register_forward_hook(lambda module, given, output: seen.append((module, given[0], output)))
+    windowed(torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0)))
+    assert len(seen) == 2
+    for module, hidden, output in seen:
+        torch.testing.assert_close(output, in_windows(module, hidden), atol=1e-6, rtol=1e-5)
+
+
+def in_windows(module: Any, hidden: Tensor) -> Tensor:
+    """Attention in windows of `(batch, rows, columns, hidden)`, less the distances between patches, written out."""
+    batch, rows, columns, width = hidden.shape
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -columns % WINDOW, 0, -rows % WINDOW))
+    result = torch.zeros_like(padded)
+    row, column = torch.meshgrid(torch.arange(WINDOW), torch.arange(WINDOW), indexing="ij")
+    places = torch.stack((row.flatten(), column.flatten()), dim=1).double()
+    distance = torch.cdist(places, places).float()
+    slopes = torch.tensor([2.0 ** (-8 * (head + 1) / module.num_heads) for head in range(module.num_heads)])
+    for top in range(0, padded.shape[1], WINDOW):
+        for left in range(0, padded.shape[2], WINDOW):
+            tokens = padded[:, top : top + WINDOW, left : left + WINDOW].reshape(batch, WINDOW**2, width)
+            query, key, value = (
+                one.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for one in module.qkv(tokens).chunk(3, dim=-1)
+            )
+            logits = query @ key.transpose(-1, -2) * module.scale - slopes[:, None, None] * distance
+            attended = module.proj((logits.softmax(-1) @ value).transpose(1, 2).flatten(2))
+            result[:, top : top + WINDOW, left : left + WINDOW] = attended.view(batch, WINDOW, WINDOW, width)
+    return result[:, :rows, :columns].flatten(1, 2)

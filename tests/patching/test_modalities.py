@@ -57,6 +57,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("vision-yolos", {}, "several position tables"),
     ("vision-dpt", {}, "learned"),
     ("vision-segformer", {}, "none"),
+    ("vision-pvt_v2", {}, "none"),
     ("vision-hiera", {}, "learned"),
     ("vision-ijepa", {}, "learned"),
     ("audio-wav2vec2", {}, CONVOLUTION),
@@ -66,6 +67,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("audio-wav2vec2-conformer", {"position_embeddings_type": "rotary"}, "before"),
     ("audio-wav2vec2-bert", {}, "shaw"),
     ("audio-parakeet_encoder", {}, "transformer_xl"),
+    ("audio-text-clap", {}, "swin"),
     ("audio-sew-d", {}, "besides disentangled"),
     ("audio-qwen2_audio_encoder", {}, "learned"),
     ("time series-timesfm", {"use_positional_embedding": True}, "sinusoidal"),
@@ -76,6 +78,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 REFUSALS = {
     "vision-hiera": "common places",
     "vision-segformer": "common places",
+    "vision-pvt_v2": "common places",
     "video-timesformer": "not the patches of an image",
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.recipes import swap_scheme
+from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.models import VOCABULARY, tiny
@@ -45,6 +49,19 @@ def led() -> Any:
 MODELS = {"longformer": longformer, "led": led}
 #: By their names in the sweep of all architectures.
 OTHERS = ("masked-big_bird", "seq2seq-bigbird_pegasus", "masked-nystromformer", "masked-yoso")
+
+#: Attention with biases that a patch silences, by the names in the sweep, with options: modules that return zeros.
+WITH_BIASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("seq2seq-longt5", {}, ("relative_attention_bias",)),
+    (
+        "seq2seq-longt5",
+        {"encoder_attention_type": "transient-global"},
+        ("relative_attention_bias", "global_relative_attention_bias"),
+    ),
+    ("audio-gemma3n_audio", {}, ("pos_proj",)),
+    ("audio-gemma4_audio", {}, ("relative_k_proj",)),
+    ("audio-granite_speech5_encoder", {}, ("rel_pos_emb",)),
+]
 
 
 @pytest.fixture(params=[*MODELS])
@@ -215,3 +232,37 @@ def test_positions_of_other_code_before_sparse_attention_are_found() -> None:
     with pytest.raises(UnsupportedError, match="depends on the position of tokens"):
         patch_model(model, "sinusoidal")
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("name", "options", "silent"), WITH_BIASES, ids=str)
+def test_a_bias_in_sparse_attention_is_silenced_and_vectors_are_added(
+    name: str, options: dict[str, Any], silent: tuple[str, ...]
+) -> None:
+    caller = Caller(replace(pair_named(name), options=tuple(options.items())))
+    model = caller.model
+    stock = caller.outputs()
+    for scheme, vectors in (("none", False), ("sinusoidal", True)):
+        patch_model(model, scheme)
+        ours = caller.outputs()
+        unpatch_model(model)
+        assert torch.equal(caller.outputs(), stock)
+        with ExitStack() as changes:
+            for path, module in model.named_modules():
+                if path.rpartition(".")[2] in silent:
+                    hook = module.register_forward_hook(lambda module, given, output: torch.zeros_like(output))
+                    changes.callback(hook.remove)
+                if vectors and re.search(r"(block|layers|conformer)\.0$", path):
+                    hook = module.register_forward_pre_hook(
+                        lambda module, given: (given[0] + sinusoids(given[0]), *given[1:])
+                    )
+                    changes.callback(hook.remove)
+            by_hand = caller.outputs()
+        torch.testing.assert_close(ours, by_hand, atol=CLOSE, rtol=CLOSE)
+        assert (ours - stock).abs().max() > 100 * CLOSE
+
+
+def sinusoids(hidden_states: Tensor) -> Tensor:
+    """`(length, hidden)`: the sines and cosines of Vaswani et al., interleaved."""
+    length, width = hidden_states.shape[-2:]
+    angles = torch.arange(length).double()[:, None] * 10_000.0 ** (-torch.arange(0, width, 2).double() / width)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).float()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, make_dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 
-from hf_posenc import other_names
+from hf_posenc import other_names, patch_model
 from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.recipes import swap_scheme
 from hf_posenc.schemes import (
     AlibiConfig,
     BuildContext,
@@ -27,6 +29,7 @@ from hf_posenc.schemes import (
     SelfExtendConfig,
     SinusoidalConfig,
     T5Config,
+    as_scheme,
     get_scheme,
     list_schemes,
     register_scheme,
@@ -65,6 +68,16 @@ def test_words_of_the_field_lead_to_the_scheme(word, hint):
         get_scheme(word)
     assert f"Unknown scheme '{word}'. " in str(caught.value)
     assert hint in str(caught.value)
+
+
+def test_a_misspelt_argument_of_patch_model_leads_to_the_argument():
+    for scheme in ("alibi", "alibi:learnable=True", {"scheme": "alibi"}, AlibiConfig(), ["alibi", "rope"]):
+        with pytest.raises((UnknownNameError, TypeError), match=r"'layers'\? .* argument: layers=.*--scheme_layers"):
+            as_scheme(scheme, layer=[0])
+    with pytest.raises(UnknownNameError, match="Did you mean 'parts'"):
+        as_scheme("composed", partss=["alibi"])
+    for function in (patch_model, swap_scheme):
+        assert other_names._ARGUMENTS.keys() >= set(inspect.getfullargspec(function).kwonlyargs)
 
 
 def test_every_hint_names_something_that_exists_with_the_options_it_needs():

@@ -124,6 +124,19 @@ def test_a_result_that_is_no_bias_is_refused(function: Any, message: str) -> Non
         patch_model(tiny("LlamaForCausalLM"), config_of_function(function)())
 
 
+def failing(distance: Tensor, longest: int) -> Tensor:
+    if distance.numel() > longest:
+        raise KeyError("no table")
+    return distance
+
+
+@pytest.mark.parametrize("longest", [2, 3])
+def test_an_error_says_which_function_of_which_scheme_raised_it(longest: int) -> None:
+    model = tiny("LlamaForCausalLM")
+    with pytest.raises(KeyError, match=rf"failing \(module {__name__}, line \d+\), which .* 'failing.* calls"):
+        patch_model(model, config_of_function(failing)(longest))(torch.arange(9)[None])
+
+
 MODULE = """
 import hf_posenc
 

@@ -47,9 +47,10 @@ def tables(results):
 
 
 def figures(results):
-    """Their names; nothing is rendered, which takes a second for each pair."""
-    with mock.patch("training.report.figures.png_of", return_value=b""):
-        return [figure.name for figure in draw_figures(check_results(results), records(results))]
+    """Their names, with title and axis; nothing is rendered, which takes a second for each pair."""
+    texts = mock.Mock(side_effect=lambda figure, **_: f"{figure.get_suptitle()}\n{figure.axes[0].get_ylabel()}")
+    with mock.patch("training.report.figures.png_of", texts):
+        return {figure.name: figure.png for figure in draw_figures(check_results(results), records(results))}
 
 
 def test_every_figure_is_aggregated_over_the_seeds_that_finished_and_differences_are_paired():
@@ -165,7 +166,7 @@ def test_means_stand_with_their_intervals_and_notes_say_what_a_reader_has_to_kno
         "`alibi`: seed 2 diverged: The loss became NaN at step 7.",
         "`t5`: seed 0, 1, 2 unsupported: It <cannot> be.",
         "`rope`: dog test: No dog in this vocabulary.",
-        "only predicts token frequencies has a loss of 3.125",
+        "knows how often each token occurs, and nothing about its context, would have a loss of 3.125 nats per token",
         "python training/compare.py training/studies/tiny.yaml",
         "24 of 28 trainings finished.",
         "minutes of processor time, on",
@@ -263,10 +264,13 @@ def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
 
 def test_a_study_gets_the_figures_it_has_data_for():
     kinds = ("loss_curves", "loss_by_length", "tail_loss_by_length", "loss_by_position", "dog_distance")
-    assert figures(three_seeds()) == [
+    assert list(figures(three_seeds())) == [
         *(f"{task}_{kind}" for task in ("causal", "masked") for kind in kinds), "copy_loss_curves", "copy_exact_match"
     ]  # fmt: skip
-    assert "causal_loss_by_length" in figures(read_json(PUBLISHED / "compare/results.json"))
+    assert figures(read_json(PUBLISHED / "compare/results.json"))["causal_tail_loss_by_length"].splitlines() == [
+        "Loss of the last 16 tokens by length", "causal: LlamaForCausalLM",
+        "loss of the last 16 tokens (nats per token)",
+    ]  # fmt: skip
 
 
 def test_models_that_start_from_others_have_figures_of_their_own():

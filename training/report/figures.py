@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from hf_posenc.plots.curves import Curve, draw_curves, mark_level, name_lines, ticks_at
-from hf_posenc.plots.style import png_of, shade, styled
+from hf_posenc.plots.style import png_of, shade, titled_figure
 from hf_posenc.report import Result
 from training.report.records import ROUNDING
 from training.report.results import Study, Task
@@ -56,7 +56,8 @@ _DRAWN = (
            "at the others."),
     _Lines("loss_by_length", "Loss by length of the text", "loss", "length", "loss (nats per token)",
            f"{_LOWER} {_FLAT}"),
-    _Lines("tail_loss_by_length", "Loss of the last tokens by length", "tail_loss", "length", "loss of the last tokens",
+    _Lines("tail_loss_by_length", "Loss of the last {tail} tokens by length", "tail_loss", "length",
+           "loss of the last {tail} tokens (nats per token)",
            f"{_LOWER} The same last tokens at every length, with more and more text before them. {_FLAT}"),
     _Lines("swapped_loss_by_length", "Loss right after the swap", "before_loss", "length", "loss (nats per token)",
            f"{_LOWER} Before any training with the new scheme."),
@@ -88,11 +89,11 @@ def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigur
     for name, result in records.items():
         for lines in _DRAWN:
             for prefix, chosen in _groups(study, name):
-                light, dark = (
-                    _draw(study.tasks[name], result, lines, chosen, labels, on_dark) for on_dark in (False, True)
-                )
+                task, further = study.tasks[name], ", models that start from a trained one" if prefix else ""
+                title, y_label = (text.format(tail=task.tail_tokens) for text in (lines.title + further, lines.y_label))
+                titled = lines._replace(title=title, y_label=y_label)
+                light, dark = (_draw(task, result, titled, chosen, labels, on_dark) for on_dark in (False, True))
                 if light is not None and dark is not None:
-                    title = f"{lines.title}{', models that start from a trained one' if prefix else ''}"
                     spread = any(record.low is not None for record in result.of(quantity=lines.quantity))
                     reading = " ".join([lines.reading, _SAME, *([_BAND] * (spread and lines.key != "layer"))])
                     figures.append(StudyFigure(name, f"{name}_{prefix}{lines.name}", title, reading, light, dark))
@@ -108,13 +109,12 @@ def _groups(study: Study, task: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: list[str], dark: bool) -> bytes | None:
-    from matplotlib.figure import Figure
-
     curves = {label: curve for label in chosen if (curve := _curve(result, label, lines)) is not None}
     if not curves:
         return None
-    with styled(dark):
-        figure = Figure(figsize=(5.8, max(3.8, 0.9 + 0.21 * len(chosen))))
+    with titled_figure(
+        f"{lines.title}\n{result.title}", (5.8, max(4.0, 1.1 + 0.21 * len(chosen))), dark=dark
+    ) as figure:
         axes = figure.add_subplot()
         trained = " to ".join(map(str, dict.fromkeys((min(task.trained), max(task.trained)))))
         label = _X_LABELS["task" if (lines.quantity, lines.key) == ("accuracy", "length") else lines.key]
@@ -134,12 +134,11 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
             ticks_at(axes, task.lengths)
         if lines.key in ("length", "position", "resolution"):
             axes.axvline(max(task.trained), color=shade(0.5), linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
-        frequencies = task.unigram_cross_entropy if "loss" in lines.quantity else None
-        ceiling = math.inf if frequencies is None else _CEILING * frequencies
-        draw_curves(axes, curves, labels, _DOG_FLOOR if lines.key == "layer" else -math.inf, ceiling)
-        if frequencies is not None:
-            mark_level(axes, frequencies, "token frequencies")
-            axes.set_ylim(top=min(axes.get_ylim()[1], ceiling))
+        frequencies = ("loss" in lines.quantity and task.unigram_cross_entropy) or math.inf
+        draw_curves(axes, curves, labels, _DOG_FLOOR if lines.key == "layer" else -math.inf, _CEILING * frequencies)
+        if frequencies < math.inf:
+            mark_level(axes, frequencies, "token frequencies alone")
+            axes.set_ylim(top=min(axes.get_ylim()[1], _CEILING * frequencies))
         name_lines(axes)
         return png_of(figure, dpi=120, colors=64)
 

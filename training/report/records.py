@@ -299,7 +299,8 @@ def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run], corpus: dict[
         yield f"Pictures to train on, for the curves, and for the accuracy by resolution: {parts}."
     if task.unigram_cross_entropy is not None:
         tokens = "Tokens are bytes. " * (corpus.get("tokenizer") == "ByT5Tokenizer")
-        yield f"{tokens}A model that only predicts token frequencies has a loss of {task.unigram_cross_entropy:.3f}."
+        alone = f"would have a loss of {task.unigram_cross_entropy:.3f} nats per token"
+        yield f"{tokens}A model that knows how often each token occurs, and nothing about its context, {alone}."
     if frame.groupby("scheme").seed.nunique().max() > 1:
         yield (
             "Means over the finished seeds, ± half of the 95 % interval of the mean (Student's t over seeds); a number "

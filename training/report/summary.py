@@ -80,7 +80,7 @@ def _task(study: Study, result: Result) -> Iterator[str]:
         means = {label: fmean(reading[short].values()) for label, reading in values.items() if short in reading}
         failed = [label for label, mean in means.items() if mean - frequencies > _HARDLY]
         ignorant = [label for label, mean in means.items() if abs(mean - frequencies) <= _HARDLY]
-        level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
+        level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f} nats per token"
         losses = {label: f" ({mean:.3f})" for label, mean in means.items()}
         if ignorant:
             yield f"{_quoted(ignorant, losses)} learned little more than {level}."

@@ -32,7 +32,7 @@ from hf_posenc.report.records import Quantity, Record, Result, Subject, View, jo
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import as_scheme, list_schemes
 
-_ROUNDED = "share of the encodings of float32 that rounding leaves apart, or how far logits are off"
+_ROUNDED = "share of the different encodings that rounding to {} keeps different; 'logits': too large an error of them"
 #: The function of each property, its heading in the table, and the meaning of its number.
 PROPERTIES: dict[str, tuple[Callable[[Specimen], Measurement], str, str]] = {
     "uniqueness": (uniqueness, "unique", "smallest distance between the encodings of two positions below 2048"),
@@ -58,7 +58,10 @@ PROPERTIES: dict[str, tuple[Callable[[Specimen], Measurement], str, str]] = {
     "long_term_decay": (
         long_term_decay, "decays", "rank correlation of distance and logit, for equal queries and keys",
     ),
-    **{name: (partial(low_precision, dtype=dtype), name, _ROUNDED) for name, dtype in FLOATS.items()},
+    **{
+        name: (partial(low_precision, dtype=dtype), f"distinct in {name}", _ROUNDED.format(name))
+        for name, dtype in FLOATS.items()
+    },
 }  # fmt: skip
 _QUANTITIES = (
     Quantity("acts_on", "acts on", style="text"),

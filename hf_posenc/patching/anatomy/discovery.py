@@ -251,9 +251,9 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
     for child in module.modules():
         if "Indexer" in type(child).__name__:
             raise UnsupportedError(
-                f"{path} ({type(module).__name__}) attends only to keys that its {type(child).__name__} selects by "
-                "separate rotary scores. A scheme cannot be placed in such sparse attention, because the selection "
-                "would keep the native positions."
+                f"{path} ({type(module).__name__}) attends only to keys that its {type(child).__name__} selects with "
+                "queries and keys of its own. No scheme acts in that selection, so it would keep its native positions. "
+                "Use an architecture without an indexer; in a model of several modalities, `part` chooses another part."
             )
 
 
@@ -262,7 +262,8 @@ def _refuse_two_sequences(stack: Stack) -> None:
     if len(sides) == 2:
         raise UnsupportedError(
             f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
-            "so the positions of the two sequences in one call cannot be told apart."
+            "so the positions of the two sequences in one call cannot be told apart. In code of your own, derive the "
+            "classes of both from PreTrainedModel."
         )
 
 
@@ -276,7 +277,13 @@ def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> t
         )
     head_dim = first_int(module, _HEAD_DIMS) or first_int(config, ("head_dim", "d_kv"))
     if not head_dim:
-        head_dim = int(first_int(config, WIDTHS)) // num_heads
+        # The stages of a model for images differ in width, which then only their modules state.
+        head_dim = (first_int(config, WIDTHS) or first_int(module, (*WIDTHS, "embed_dim"))) // num_heads
+    if not head_dim:
+        raise unknown_seam(
+            f"{type(module).__name__} has no known attribute for the width of its heads (tried "
+            f"{', '.join(_HEAD_DIMS)}), or for that of all of them together (tried {', '.join(WIDTHS)})."
+        )
     return num_heads, head_dim
 
 

@@ -266,7 +266,8 @@ class TokenOrder:
     In front of every layer, and of its attention, the second row becomes the first in the other order, because
     the layers before may have distinguished tokens by what they see. Without positions, attention then computes
     the same output for the last token, and bidirectional attention for all tokens. A layer with code from outside
-    transformers then gets the output of its first row in both orders, and may only treat all tokens alike.
+    transformers then gets the output of its first row in both orders, and may only treat all tokens alike. So may
+    code between layers, and after the last one.
 
     Which keys sparse attention reads may depend on their order, so a run of a stack that has some ends at the input of
     its first layer.
@@ -283,7 +284,7 @@ class TokenOrder:
         self.stack = stack
         self.strict = strict
         self.problem = ""
-        self._embedded = self._in_order = self._attended_in_order = False
+        self._embedded = self._in_order = self._attended_in_order = self._left_in_order = False
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -301,6 +302,8 @@ class TokenOrder:
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
                 if other_code:
                     handles.enter_context(layer.register_forward_hook(self._leave_layer))
+            if other_code:
+                handles.enter_context(stack.module.register_forward_hook(self._leave_stack))
             for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
                 check = functools.partial(self._check_output, attention)
@@ -313,6 +316,9 @@ class TokenOrder:
         # Only the layer that runs first gets embeddings. In a model that loops, it need not be the first of the list.
         if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
             self._note(EMBEDDED)
+        if rows is not None and self._left_in_order and self._is_positional(rows, strict=False):
+            self._note("the input of a layer after the first depends on the position of tokens")
+        self._left_in_order = False
         if self.stack.sparse:
             raise _SeenError
         self._embedded = True
@@ -342,10 +348,18 @@ class TokenOrder:
         self._attended_in_order = isinstance(output, tuple)
         return self._reordered(rows, output, {})[0] if self._attended_in_order else None
 
-    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> Any:
         rows = self._rows(output)
         if rows is not None and self._attended_in_order and self._is_positional(rows, strict=False):
             self._note(f"the output of a layer ({_code_of(layer)}) depends on the position of tokens")
+        self._left_in_order = rows is not None
+        reordered = self._reordered(rows, output if isinstance(output, tuple) else (output,), {})
+        return reordered and (reordered[0] if isinstance(output, tuple) else reordered[0][0])
+
+    def _leave_stack(self, module: nn.Module, args: Any, output: Any) -> None:
+        rows = self._rows(output)
+        if rows is not None and self._left_in_order and self._is_positional(rows, strict=False):
+            self._note("its output depends on the position of tokens")
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
         """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -186,7 +187,11 @@ class AttentionSite(PairwiseSite):
             # Only the input shows the sizes, and a map in place of the rotary function does not get it.
             self.may_only_rotate = False
             hidden_states = hidden_states.flatten(1, 2)
-        return LayerCall(self.state_for(hidden_states.shape[1], hidden_states.device, window), hidden_states)
+        length = hidden_states.shape[1]
+        if window is not None and self.window is not None and window != self.window:
+            # The module receives the whole image, and divides it into its windows itself.
+            window, length = self.window, math.prod(self.window)
+        return LayerCall(self.state_for(length, hidden_states.device, window), hidden_states)
 
     def state_for(self, length: int, device: torch.device, window: tuple[int, ...] | None = None) -> ForwardState:
         """The positions of a layer's `length` tokens. On a grid, these may be the tokens of a window of these sizes."""

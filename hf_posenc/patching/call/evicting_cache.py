@@ -231,7 +231,8 @@ class SinkCache(Cache):
     """The rolling cache of StreamingLLM (arXiv:2309.17453) for patched models: the first tokens and the last ones.
 
     It never holds more than `sinks + window - 1` tokens per row between calls, however long the text. Give it to
-    `generate(past_key_values=...)` or to the model. All other tokens are dropped, and the model does not remember them.
+    `generate(cache=...)` (`past_key_values=...` before transformers 5.24) or to the model. All other tokens are
+    dropped, and the model does not remember them.
     The tokens that stay keep their positions, for rotations and for biases:
 
     - With the scheme `attention_sinks` of the same `sinks` and `window`, results equal those of the whole text, and the

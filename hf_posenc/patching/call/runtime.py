@@ -52,8 +52,8 @@ from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.module_sites import SlotBuffers
 from hf_posenc.patching.call.parallel import refuse_unsynchronised
 from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
-from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.patching.forwards import PlacedForward, RetiredForward, Viewed, named_arguments
+from hf_posenc.schemes.config import SchemeConfig, name_own_code
 from hf_posenc.schemes.weights import AlikeParts, KeptValues, carries_more
 
 if TYPE_CHECKING:
@@ -298,10 +298,7 @@ class StackForward(PlacedForward):
     `SystemExit`, and does run it after a call that failed before its pre-hook.
     """
 
-    @property
-    def __wrapped__(self) -> Any:
-        """The original forward, so that `inspect.signature` finds its parameters."""
-        return types.MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
+    __wrapped__ = RetiredForward.__wrapped__
 
     @property
     def __code__(self) -> types.CodeType:
@@ -369,6 +366,9 @@ class StackForward(PlacedForward):
                 if known is not scheme:
                     set_note(self_attention_cache(cache), SCHEME, scheme)
             return result
+        except Exception as error:
+            name_own_code(error, self.runtime.scheme)
+            raise
         finally:
             del calls[depth:]
 

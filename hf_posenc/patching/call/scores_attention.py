@@ -70,6 +70,8 @@ class ScoresAttention(AttentionSite):
             some_queries = query.shape[-2] < key.shape[-2] == call.hidden_states.shape[1]
             if some_heads or (some_queries and not self.runtime.layout.has_axes):
                 raise in_parts(type(self.module).__name__)
+            if self.runtime.layout.has_axes:
+                self.refuse_pooled_keys(query.shape[-2], key.shape[-2])
             whole = query.reshape(-1, encoding.num_heads, *query.shape[-2:])
             heads = whole, key.reshape(whole.shape[0], -1, *key.shape[-2:])
             self.check_head_count(heads[0])

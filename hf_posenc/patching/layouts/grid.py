@@ -45,6 +45,8 @@ _READS_CHANNELS_FIRST = "_get_pos_embed"
 _MOST_PREFIX_ROWS = 16
 #: If an image has fewer patches, all of them may be at its edges.
 _FEWEST_PATCHES = 16
+#: Config attributes for the number of channels of an image.
+_CHANNELS = ("num_channels", "in_channels", "in_chans", "patch_embed_input_channels")
 #: Pixels of a side if the config does not state the size of its images.
 _SIDE = 64
 #: The advice about schemes that number patches row by row, for messages.
@@ -79,8 +81,9 @@ class Grid(Layout):
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
-        """Whether a model reads images or videos only, or cuts a spectrogram into patches."""
-        return _reads_pixels(module) or _reads_spectrogram(module.config)
+        """Whether a model reads images or videos only, cuts a spectrogram into patches, or has windows on a grid."""
+        windowed = any(BIAS_TABLE in part._parameters for part in module.modules())
+        return _reads_pixels(module) or _reads_spectrogram(module.config) or windowed
 
     @classmethod
     def find(cls, stack: Stack) -> Layout:
@@ -280,7 +283,7 @@ def _is_projection(module: nn.Module, config: Any) -> bool:
 
 
 def _channels(config: Any) -> int:
-    return 1 if _reads_spectrogram(config) else first_int(config, ("num_channels", "in_channels", "in_chans"), 3)
+    return 1 if _reads_spectrogram(config) else first_int(config, _CHANNELS, 3)
 
 
 def _native_sizes(projection: Any, step: tuple[int, ...] | None, model: Any) -> tuple[int, ...] | None:

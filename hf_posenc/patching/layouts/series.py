@@ -39,6 +39,8 @@ _PATCHES = 16
 #: Config attributes for the number of features of a frame.
 _USUAL_BINS = 80
 _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size")
+#: Those of encoders that call their frames `hidden_states` (Phi-4, Granite).
+_FRAME_WIDTHS = ("input_size", "input_dim")
 #: Number of positions at which sinusoids are compared with their formula.
 _COMPARED = 512
 #: With fewer tokens, none are both next to each other and away from the ends.
@@ -107,8 +109,7 @@ class Series(Layout):
     def recognises(cls, module: PreTrainedModel) -> bool:
         """Whether the forward of a model has an argument for features."""
         parameters = forward_parameters(type(module))
-        # The audio encoder of Phi-4 calls its frames `hidden_states`, of a width that its config states.
-        frames = "hidden_states" in parameters and isinstance(getattr(module.config, "input_size", None), int)
+        frames = "hidden_states" in parameters and first_int(module.config, _FRAME_WIDTHS) > 0
         return frames or any(name in parameters for name in FEATURES) or reads_frames(module)
 
     @classmethod
@@ -288,7 +289,7 @@ _RULES: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Tensor]] = {
     "input_features": _features,
     "input_values": _values,
     "audio_mel": _features,
-    "hidden_states": lambda model, given: numbers(1, FRAMES, int(model.config.input_size)),
+    "hidden_states": lambda model, given: numbers(1, FRAMES, first_int(model.config, _FRAME_WIDTHS)),
     "latents": lambda model, given: numbers(1, first_int(model.config, WIDTHS), _PATCHES),
     "past_values": _past_values,
     "patch_input": _patches,

@@ -159,8 +159,10 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         journal.set_forward(module, RotaryModuleSite(module, runtime, unused=unused))
     stack.layout.install(stack, encoding, journal, report)
     if encoding.additive is not None and not stack.layout.vector_sites(stack):
-        weighted = (module for module in (stack.first_layer or nn.Identity()).modules() if module._parameters)
-        # A convolution reads a map of channels.
+        modules = (stack.first_layer or nn.Identity()).modules()
+        within = {id(module) for module in stack.attentions[0].module.modules()}
+        weighted = (module for module in modules if module._parameters and id(module) not in within)
+        # A convolution reads a map of channels. Attention may make one of vectors for its own convolutions (CvT).
         if stack.first_layer is None or isinstance(next(weighted, None), nn.Conv2d):
             raise UnsupportedError(
                 f"{type(stack.module).__name__} has neither a position table nor a list of layers that read vectors of "

@@ -49,7 +49,7 @@ from hf_posenc.patching.place.record import Journal, OwnConfig
 from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import of_parts
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, name_own_code
 
 
 class Transaction:
@@ -119,7 +119,11 @@ class Transaction:
         before = {name: self.encoding.record.stacks[name] for name in kept} if kept and self.encoding else {}
         moved = {name: placed for name, placed in before.items() if name in by_name and not placed.holds(by_name[name])}
         kept = {name: stack for name, stack in (kept or {}).items() if name not in moved}
-        encoding = build_encoding(config, stacks, kept=kept)
+        try:
+            encoding = build_encoding(config, stacks, kept=kept)
+        except Exception as error:
+            name_own_code(error, config)
+            raise
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
         encoding.to(dtype=None if reference is None else reference.dtype)

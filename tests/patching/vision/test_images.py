@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from hf_posenc import (
     LogCpbConfig,
     UnsupportedError,
     inspect_model,
+    load_position_adapter,
     native_scheme,
     patch_model,
+    save_position_adapter,
     unpatch_model,
 )
 from tests.architectures.inputs import call, inputs_for
@@ -74,9 +77,17 @@ def assert_native(model: Any, run: Callable[[], Tensor], atol: float = 1e-5, **o
 # What is said
 
 
-def test_a_scheme_for_the_order_of_tokens_is_placed_with_a_warning(model: ViTForImageClassification) -> None:
+def test_a_scheme_for_the_order_of_tokens_is_placed_with_a_warning(
+    model: ViTForImageClassification, tmp_path: Path
+) -> None:
     with pytest.warns(UserWarning, match="numbered row by row.*rope_nd.*axes=2"):
         patch_model(model, "alibi")
+    model.save_pretrained(tmp_path)
+    save_position_adapter(model, tmp_path / "scheme")
+    with warnings.catch_warnings():  # A load does not repeat it.
+        warnings.simplefilter("error")
+        again = type(model).from_pretrained(tmp_path)
+        load_position_adapter(unpatch_model(again), tmp_path / "scheme")
     assert "row by row for the bias" in str(model.position_encoding.report)
     for scheme, options in (*GRID_SCHEMES, ("none", {}), ("native", {}), ("rope_nd", {})):
         with warnings.catch_warnings():

@@ -19,6 +19,7 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
 )
 from hf_posenc.patching.anatomy.architectures.example_inputs import EXAMPLES
 from hf_posenc.patching.anatomy.architectures.mechanisms import MECHANISMS
+from hf_posenc.patching.anatomy.architectures.sparse import SPARSE
 
 _SAMPLING_DETECTORS = (
     "d_fine", "deformable_detr", "deimv2", "grounding-dino", "lw_detr", "mask2former", "mm-grounding-dino",
@@ -34,12 +35,6 @@ _BACKBONE = "Patch the backbone before it is put into the detector, if that is a
 _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ("mra",): "its attention is sparse or approximate, in a kernel for GPUs that transformers downloads. Without it, "
     "zeros are returned, so what a scheme does cannot be checked.",
-    ("reformer",): "its attention is sparse or approximate, so no scheme acts in it, and its positions are sums of "
-    "rows of two tables instead of one table that could be exchanged.",
-    ("longt5",): "its attention is sparse or approximate, so no scheme acts in it, and its positions are a bias there, "
-    "which has no longest text.",
-    ("pegasus_x",): "its attention is sparse or approximate, so no scheme acts in it, and its sinusoids are computed "
-    "in each call, for any length.",
     ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet"): "it has no softmax attention.",
     ("deepseek_v4",): "its keys are selected by an indexer or compressed before attention, which uses separate rotary "
     "positions.",
@@ -47,7 +42,8 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ("bros",): "its encoder is a model of its own, which receives embeddings that contain learned positions, and adds "
     "the distances of boxes to its logits.",
     ("canine",): "it pools characters between its layers, so a position means something else before and after.",
-    ("prophetnet",): "its n-gram streams share one attention and shift positions against each other.",
+    ("prophetnet",): "one attention module of its decoder computes the streams of several next tokens, whose positions "
+    "are shifted against each other. Use another encoder-decoder, such as BART.",
     ("t5gemma2_decoder",): "one softmax is taken over the keys of its own tokens and those of the encoder together, "
     "and keys of another sequence have no distance to its tokens.",
     ("dory",): refused_if(
@@ -74,23 +70,12 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ("idefics2_perceiver",): "its latents have no positions, and one softmax is taken over them and the features of a "
     "picture together. Patch another part.",
     ("molmo2_adapter",): "it pools the patches of a window into one token, which is the only query.",
-    ("gemma3n_audio", "gemma4_audio"): "its attention compares each block of frames with the frames around it, in "
-    "tensors that do not show which keys belong to which query.",
     ("patchtsmixer",): "it mixes patches with layers of a fixed length, and has no softmax attention over time.",
-    ("granite_speech_encoder", "granite_speech_plus_encoder", "granite_speech5_encoder"): "its attention compares "
-    "frames within blocks, in tensors that hold each block as a sequence of its own.",
     ("autoformer",): "it correlates a series with itself in place of softmax attention.",
-    ("clap_audio_model",): "its attention compares patches of a spectrogram within shifted windows (Swin), whose order "
-    "is not that of time.",
     ("decision_transformer",): "it gives all tokens position 0, and adds embeddings of time steps that the caller "
     "passes.",
     ("speecht5",): "its prenets, which add positions, are modules outside of its encoder and decoder, and "
     "generate_speech calls them separately.",
-    ("informer",): refused_if(
-        lambda config: config.attention_type == "prob",
-        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
-        "attention_type='full'.",
-    ),
     ("patchtst",): refused_if(
         lambda config: config.channel_attention,
         "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
@@ -98,8 +83,6 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     ),
     ("qwen3_asr_encoder",): "its sinusoids start again in every window, and all windows are packed in one row, so its "
     "layers are not told the place of a frame. Patch the text part.",
-    ("cvt",): "convolutions make its queries and keys, so they show the order of patches, and its keys are fewer than "
-    "its queries.",
     ("mobilevitv2", "swiftformer"): "its attention weighs each patch by a score of its own. No query is compared with "
     "a key, so there is no logit that a scheme could change.",
     ("slanet",): "its encoder is a convolution, and its decoder a recurrent cell that attends to the picture.",
@@ -107,7 +90,7 @@ _REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
     "its input.",
 }
 
-for _names, _architecture in MECHANISMS.items():
+for _names, _architecture in (MECHANISMS | SPARSE).items():
     register_architecture(*_names, architecture=_architecture)
 for _names, _reason in _REFUSED.items():
     register_architecture(*_names, architecture=Architecture(unsupported=_reason))

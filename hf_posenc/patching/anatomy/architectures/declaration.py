@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import MODULES, import_named_modules
-from hf_posenc.patching.forwards import OtherForward
+from hf_posenc.patching.forwards import OtherForward, zero_output
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import Environment
 
@@ -114,19 +114,21 @@ def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], s
     return lambda config: reason if applies(config) else None
 
 
-def undescribed(what: str, them: str = "it") -> UnsupportedError:
+def undescribed(what: str, them: str = "it", by: str = "Any scheme") -> UnsupportedError:
     """The error for a native mechanism that no scheme describes."""
     restored = "it" if them == "it" else "them"
-    return UnsupportedError(f"{what} Any scheme can replace {them}, and unpatch_model restores {restored}.")
+    return UnsupportedError(f"{what} {by} can replace {them}, and unpatch_model restores {restored}.")
 
 
-def no_native(what: str, them: str = "it", *, if_set: str = "") -> Callable[[Stack], SchemeConfig | None]:
+def no_native(
+    what: str, them: str = "it", *, if_set: str = "", by: str = "Any scheme"
+) -> Callable[[Stack], SchemeConfig | None]:
     """Returns a `native` function for a mechanism that no scheme describes, active if `if_set` is set or empty."""
 
     def native(stack: Stack) -> SchemeConfig | None:
         if if_set and not operator.attrgetter(if_set)(stack.module):
             return None
-        raise undescribed(what, them)
+        raise undescribed(what, them, by)
 
     return native
 
@@ -151,6 +153,20 @@ def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
                         module, name, functools.partial(substitute, module) if callable(substitute) else substitute
                     )
             patches.freeze(module, *unused)
+
+    return silence
+
+
+def silenced_children(*paths: str) -> Silencer:
+    """Returns a `silence` function for modules below self-attention modules: they return zeros and are frozen."""
+
+    def silence(stack: Stack, patches: Journal) -> None:
+        for attention in stack.attentions:
+            below = dict(attention.module.named_modules())
+            for module in (below[path] for path in paths if path in below):
+                zeros = zero_rows if isinstance(module, nn.Embedding) else zero_output
+                patches.set_forward(module, OtherForward(module, zeros))
+                patches.freeze_all(module)
 
     return silence
 
@@ -196,9 +212,14 @@ def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
 
 
-def no_vectors(module: nn.Module, inputs: Tensor) -> Tensor:
+def no_vectors(module: nn.Module, inputs: Tensor, *args: Any) -> Tensor:
     """Replaces the forward of a module that makes vectors for embeddings or positions: a zero `()` of their dtype."""
     return inputs.new_zeros(())
+
+
+def zero_rows(module: nn.Embedding, rows: Tensor) -> Tensor:
+    """Replaces the forward of a table: zeros `(..., embedding_dim)`."""
+    return module.weight.new_zeros(()).expand(*rows.shape, module.embedding_dim)
 
 
 def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:

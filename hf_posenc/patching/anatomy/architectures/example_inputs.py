@@ -70,10 +70,26 @@ def words_on_a_page(module: Any, tokens: int) -> dict[str, Any]:
     return given
 
 
+def encoded_series(module: Any, tokens: int) -> dict[str, Any]:
+    """Steps of a series with their features, and what an encoder has made of others, for a decoder."""
+    config = module.config
+    return {
+        "inputs_embeds": numbers(1, tokens, config.feature_size),
+        "encoder_hidden_states": numbers(1, tokens, config.d_model),
+    }
+
+
 def wave_and_spectrogram(module: Any, tokens: int) -> dict[str, Any]:
     """A wave and its spectrogram."""
     bins = module.config.semantic_model_config.feature_projection_input_dim
     return {"input_values": numbers(1, 1, SAMPLES), "input_features": numbers(1, SAMPLES // 320, bins)}
+
+
+def _spectrogram_of_clap(module: Any, tokens: int) -> dict[str, Any]:
+    """A spectrogram, `(batch, views, frames, bins)`. With fusion, there are views of parts of a longer one."""
+    size, bins, fused = module.config.spec_size, module.config.num_mel_bins, module.config.enable_fusion
+    given = {"input_features": numbers(1, 4 if fused else 1, size * (size // bins), bins)}
+    return given | {"is_longer": torch.tensor([[False]])} if fused else given
 
 
 def _frames_of_a_video(module: Any, tokens: int) -> dict[str, Any]:
@@ -120,6 +136,7 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
         "question_type_ids": torch.tensor([[0]]),
     },
     ("seggpt",): _image_and_prompt,
+    ("clap_audio_model",): _spectrogram_of_clap,
     # Frames instead of a batch of images.
     ("xclip_vision_model",): lambda module, tokens: {
         "pixel_values": numbers(module.config.num_frames, module.config.num_channels, *sides(module.config.image_size))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,8 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
     zero_relative_shift,
 )
 from hf_posenc.patching.anatomy.architectures.example_inputs import (
+    encoded_series,
+    numbers,
     patches_in_a_strip,
     wave_and_spectrogram,
     words_on_a_page,
@@ -126,12 +127,6 @@ def _deberta_tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     # The modules are called, and not multiplied with, because their weights may be elsewhere, quantized or adapted.
     projected = [getattr(module, names[term])(embeddings) for term in _deberta_terms(module)]
     return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
-
-
-def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
-    """The attention classes of BigBird. Its attention becomes full when it reads a short text, and stays full."""
-    classes = (f"{prefix}BlockSparseAttention", f"{prefix}SelfAttention")
-    return lambda config: classes if config.attention_type != "original_full" else ()
 
 
 def _relative_table(stack: Stack) -> SchemeConfig:
@@ -263,12 +258,6 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         ),
         logit_terms=_deberta_logit_terms,
     ),
-    ("longformer",): Architecture(sparse=("LongformerSelfAttention",)),
-    ("led",): Architecture(sparse=("LEDEncoderSelfAttention",)),
-    ("nystromformer",): Architecture(sparse=("NystromformerSelfAttention",), rows_before=2),
-    ("yoso",): Architecture(sparse=("YosoSelfAttention",), rows_before=2),
-    ("big_bird",): Architecture(sparse=_block_sparse("BigBird")),
-    ("bigbird_pegasus",): Architecture(sparse=_block_sparse("BigBirdPegasus")),
     ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct_text_model"): _T5,
     ("cohere_asr",): Architecture(tables=("pos_emb",)),
     ("bloom", "mpt"): Architecture(
@@ -363,9 +352,16 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
             "it receives patches of the context and of the targets, in an order that its arguments do not show",
         )
     ),
+    # Modules inside its attention have "Attention" in their names too.
+    ("cvt",): Architecture(attention_classes=("CvtSelfAttention",)),
     # Its head, which reads what the vision tower returns, has a recurrent cell with "Attention" in its name.
     ("slanext",): Architecture(attention_classes=("SLANeXtVisionAttention",)),
     ("hiera", "sam2_hiera_det_model"): Architecture(limits=POOLED_PATCHES),
+    ("florence_vision",): Architecture(
+        left_alone=(r"\.channel_attn$", "it compares channels, which have no order"),
+        kept=("the vectors of rows and columns that the projector adds to what this part returns",),
+        example_inputs=lambda module, tokens: {"hidden_states": numbers(1, module.config.in_channels, 64, 64)},
+    ),
     ("groupvit", "groupvit_vision_model"): Architecture(
         left_alone=(r"\.downsample\.assign$", "it assigns patches to learned groups, which have no places")
     ),
@@ -374,6 +370,14 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         example_inputs=patches_in_a_strip,
     ),
     ("semantic", "coarse_acoustics", "fine_acoustics"): Architecture(tables=("position_embeds_layer",)),
+    ("informer",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.attention_type == "prob",
+            "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
+            "attention_type='full', and with distil=False too for schemes that act in attention.",
+        ),
+        example_inputs=encoded_series,
+    ),
     ("vits",): Architecture(
         mechanism="relative keys and values",
         silence=silencer("emb_rel_k", "emb_rel_v", window_size=None),
