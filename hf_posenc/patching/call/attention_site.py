@@ -21,7 +21,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.cache import QUANTISED_LAYER, heads_first
 from hf_posenc.patching.call.cache_checks import check_cache, plain_layer
-from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
+from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.outside_stack import state_of_layer
@@ -298,7 +298,7 @@ class AttentionSite(PairwiseSite):
             check_cache(query_key_map, state)
             return state.positions(), heads.dtype
 
-        if joins_layers(query_key_map):
+        if id(query_key_map) in self.encoding.joined:
             joined = state.together(self, "query_key_map", inputs, heads.dtype)
             if joined is not None:
                 return query_key_map, joined

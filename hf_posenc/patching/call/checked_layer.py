@@ -20,7 +20,6 @@ from hf_posenc.attention.block_attention import for_kernel, single_query_attenti
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.patching.call.attention_site import POSITION_BIAS, LayerCall
-from hf_posenc.patching.call.forward_state import joins_layers
 from hf_posenc.patching.call.key_positions import bound_of_unread
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias, rows_of_terms
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -145,7 +144,8 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        if self.kernel is not None and (self.places is not None or self.by_slots):
+        joins = id(bias) in site.encoding.joined and (self.places is not None or self.by_slots)
+        if joins and self.kernel is not None:
             pairs = None if self.places is None else functools.partial(self._pairs, site, call, query, key)
             of_layers = site.rows_of_layers(call.state, self.kernel, self.arguments[1], pairs)
             if of_layers is not None:
@@ -185,7 +185,7 @@ class CheckedLayer:
         if replica.reads_content:
             return cast("Tensor", replica(pairs))
         lengths = (query.shape[2], key.shape[2])
-        if bias is site.encoding.logit_bias and joins_layers(bias):
+        if id(bias) in site.encoding.joined:
             joined: Tensor | None = call.state.together(site, "logit_bias", lambda: (pairs,), *lengths)
             if joined is not None:
                 return joined

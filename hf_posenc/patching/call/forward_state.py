@@ -351,9 +351,10 @@ class ForwardState:
             counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
             key = (key, id(mask), mask._version if counts else 0)
         device = None if everywhere else self.device
+        if torch._C._is_any_autocast_enabled():
+            compute = functools.partial(_without_autocast, self.device or _CPU, compute)
         if lengths and torch.compiler.is_compiling():
-            with without_autocast(self.device or _CPU):
-                return once_in_graph(self.scratch, (key, device), compute, *lengths)
+            return once_in_graph(self.scratch, (key, device), compute, *lengths)
         if values is self.of_host:
             key = (key, *lengths)
             values[key] = values[key] if key in values else compute()
@@ -364,9 +365,7 @@ class ForwardState:
         learned = ("learned", key)
         if learned in self.scratch and gradients_may_be_shared():
             return self.scratch[learned]
-        # Autocast rounds positions above 256, and phases that follow from them, in products of matrices.
-        with without_autocast(self.device or _CPU):
-            value = compute()
+        value = compute()
         if not torch.is_grad_enabled() or not requires_grad(value):
             self.scratch[key] = value
         elif gradients_may_be_shared():
@@ -388,7 +387,7 @@ class ForwardState:
 
         Args:
             site: the layer.
-            name: the attribute of its encoding that holds the part, of which `joins_layers` is true.
+            name: the attribute of its encoding that holds the part, which is one of its `joined`.
             inputs: returns the arguments of `of_layers` after the parts.
             *lengths: whatever else the result depends on.
             padding: number of zeros after the values, which are a tensor.
@@ -431,9 +430,10 @@ class ForwardState:
         return count < MOST_MATRICES
 
 
-def joins_layers(part: Part | None) -> bool:
-    """Whether a part computes those of several layers together. A subclass may compute something else."""
-    return "of_layers" in vars(type(part))
+def _without_autocast(device: torch.device, compute: Callable[[], Value]) -> Value:
+    """`compute()`. Autocast would round positions above 256, and what follows from them, in products of matrices."""
+    with without_autocast(device):
+        return compute()
 
 
 def parts_of_kind(site: LogitSite, name: str) -> list[Any]:

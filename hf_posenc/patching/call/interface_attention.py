@@ -371,10 +371,12 @@ class InterfaceAttention(Rebound, AttentionSite):
             attend = attention_with(kernel, form, self.module, query, key)
             if wide:
                 return attend_with_wide_values(attend, self.module, query, key, value)
-            pairs, by_slots = call.pairs, isinstance(form, FusedForm) and form.terms is None
-            if isinstance(attend, MatrixAttention) and attend.form is form and (pairs is not None or by_slots):
+            joins = id(self.encoding.logit_bias) in self.encoding.joined
+            if joins and isinstance(attend, MatrixAttention) and attend.form is form:
+                pairs = call.pairs
                 of_pairs = None if pairs is None else lambda: pairs
-                attend.known = self.rows_of_layers(call.state, attend.kernel, kernel.mask, of_pairs)
+                if pairs is not None or (isinstance(form, FusedForm) and form.terms is None):
+                    attend.known = self.rows_of_layers(call.state, attend.kernel, kernel.mask, of_pairs)
             call.form, call.attention = form, attend
             return attend(self.module, query, key, value)
         if query.shape[2] == 1 and is_single_query_of_sdpa(kernel):

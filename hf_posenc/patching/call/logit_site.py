@@ -19,7 +19,7 @@ from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm, distance_fo
 from hf_posenc.attention.scores import Factor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache
-from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, joins_layers, parts_of_kind
+from hf_posenc.patching.call.forward_state import FEW_TOKENS, ForwardState, parts_of_kind
 from hf_posenc.patching.call.key_positions import (
     bound_of_unread,
     key_positions,
@@ -201,7 +201,7 @@ class LogitSite(PlacedForward):
             kept = self.kept_row(bias, state, key_length) if query_length == 1 else None
             if kept is not None:
                 return FusedForm(kept[0][0, :, 0], 1, key_length, kept[1])
-            joins = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
+            joins = id(bias) in self.encoding.joined
             vector = self._vector_of_layers(state, query_length, key_length, mask) if joins else None
             if vector is not None:
                 return FusedForm(vector, query_length, key_length)
@@ -225,8 +225,7 @@ class LogitSite(PlacedForward):
             return None
         name = ("kept row", key_length, state.device)
         if (*name, id(bias)) not in state.scratch:
-            joins = bias is self.encoding.logit_bias and "of_layers" in vars(type(bias))
-            biases = parts_of_kind(self, "logit_bias") if joins else [bias]
+            biases = parts_of_kind(self, "logit_bias") if id(bias) in self.encoding.joined else [bias]
 
             def compute() -> tuple[Tensor, list[Tensor | None]]:
                 replicas = [state.replica(each) for each in biases]
@@ -260,9 +259,7 @@ class LogitSite(PlacedForward):
         Returns:
             `None` if the layer computes its own rows.
         """
-        if self.encoding.logit_scale is not None or not joins_layers(self.encoding.logit_bias):
-            return None
-        if mask is not None and mask.shape[0] > 1:
+        if self.encoding.logit_scale is not None or (mask is not None and mask.shape[0] > 1):
             return None  # The rows of all layers and sequences would take too much memory at once.
         if pairs is None:
             return self._vector_of_layers(state, *kernel.lengths, mask, kernel)

@@ -14,7 +14,7 @@ from hf_posenc.attention.forms import BiasForm, FusedForm, RowsForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache, is_accepted
 from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
-from hf_posenc.patching.call.forward_state import ForwardState, joins_layers
+from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.logit_site import Factors, LogitSite, check_heads, wrong_shape
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
@@ -167,7 +167,7 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, 
 
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
     repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
-    lengths, alone = (pairs.query.shape[-2], key_length), part is site.encoding.logit_bias and joins_layers(part)
+    lengths, alone = (pairs.query.shape[-2], key_length), id(part) in site.encoding.joined
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
         if repeats and alone and (start, stop, key_count) == (0, *lengths):

@@ -456,8 +456,8 @@ class StackForward(PlacedForward):
             layers = self.runtime.watch.encoding.layers
             state.memo[AlikeParts] = AlikeParts(lambda: ((layer.kind, layer.parts) for layer in layers))
         # The weights of a transformed call cannot be told from others.
-        keeps = not (torch.is_grad_enabled() or carries_more())
-        if cache is not None and keeps and not torch.compiler.is_compiling():
+        keeps = cache is not None and not (torch.is_grad_enabled() or carries_more())
+        if keeps and not torch.compiler.is_compiling():
             starts = offset == 0 if isinstance(offset, int) else query_length > 1
             state.memo[KeptValues] = kept_values(cache, starts, self.runtime.trainings)
         if generation is not None and counted is not None:

@@ -91,6 +91,8 @@ class LayerEncoding:
         bias, parts = self.logit_bias, (self.query_key_map, self.logit_bias, self.logit_scale)
         #: The parts that are not `None`.
         self.parts: list[Part] = [part for part in parts if part is not None]
+        #: Those that are computed together with parts of other layers. A subclass may compute something else.
+        self.joined = {id(part) for part in self.parts if "of_layers" in vars(type(part))}
         pairwise = bias if isinstance(bias, PairwiseBias) else None
         by_head, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
         #: Number of heads for which the bias caches features next to the keys.
