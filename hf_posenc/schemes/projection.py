@@ -11,39 +11,41 @@ from hf_posenc.schemes.weights import carries_more
 
 
 class _Projected(torch.autograd.Function):
-    """Clamps values, and drops only the gradients that would move them further out of the range."""
+    """Clamped values, without the gradients that would move them further out of the range.
+
+    The bounds are no arguments: with `dynamic=True`, torch.compile takes no Python numbers here.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: Tensor, minimum: float, maximum: float) -> Tensor:
-        return values.clamp(minimum, maximum)
+    def forward(values: Tensor, clamped: Tensor) -> Tensor:
+        return clamped.view_as(clamped)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        values, ctx.minimum, ctx.maximum = inputs
-        ctx.save_for_backward(values)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (values,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        values, clamped = ctx.saved_tensors
         (gradient,) = gradients
-        outward = ((values < ctx.minimum) & (gradient > 0)) | ((values > ctx.maximum) & (gradient < 0))
-        return gradient.masked_fill(outward, 0.0), None, None
+        outward = ((values < clamped) & (gradient > 0)) | ((values > clamped) & (gradient < 0))
+        return gradient.masked_fill(outward, 0.0), None
 
 
 class _ProjectedForward(_Projected):
     """Also has the forward-mode derivative of a clamp. torch.compile takes no class with one."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         _Projected.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(inputs[0])
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        (values,) = ctx.saved_tensors
-        return tangent.masked_fill((values < ctx.minimum) | (values > ctx.maximum), 0.0)
+        values, clamped = ctx.saved_tensors
+        return tangent.masked_fill(values != clamped, 0.0)
 
 
 def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
@@ -61,5 +63,5 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or derived):
         return values.clamp(minimum, maximum)
     kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
-    result: Tensor = kind.apply(values, minimum, maximum)
+    result: Tensor = kind.apply(values, values.detach().clamp(minimum, maximum))
     return result

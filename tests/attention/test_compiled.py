@@ -80,6 +80,18 @@ def test_evaluation_between_training_steps_compiles_nothing_again(scheme: str) -
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"alibi", "kerple"}.__contains__))
+def test_one_graph_if_no_length_is_fixed(scheme: str) -> None:
+    model = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=1).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for length in (14, 40):
+        ids = tokens(length=length)
+        compiled(ids, labels=ids, use_cache=False).loss.backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.long
 @torch.no_grad()
 def test_the_first_call_of_a_table_that_numbers_its_rows_may_be_compiled() -> None:
     model, ids = model_of("opt", "alibi"), tokens(length=12)

@@ -175,16 +175,15 @@ class Projected(torch.autograd.Function):
     """Clamps numbers, and drops only the gradients that would move them further out of the range."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, smallest: float, largest: float) -> Tensor:
-        ctx.save_for_backward(numbers)
-        ctx.range = smallest, largest
-        return numbers.clamp(smallest, largest)
+    def forward(ctx: Any, numbers: Tensor, clamped: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers, clamped)
+        return clamped.view_as(clamped)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (numbers,), (smallest, largest) = ctx.saved_tensors, ctx.range
-        outward = ((numbers < smallest) & (gradient > 0)) | ((numbers > largest) & (gradient < 0))
-        return gradient.masked_fill(outward, 0.0), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        numbers, clamped = ctx.saved_tensors
+        outward = ((numbers < clamped) & (gradient > 0)) | ((numbers > clamped) & (gradient < 0))
+        return gradient.masked_fill(outward, 0.0), None
 
 
 class KerpleBias(DistanceBias):
@@ -212,7 +211,8 @@ class KerpleBias(DistanceBias):
         return -r1 * (torch.log1p(r2 * steps) if self.variant == "log" else steps**r2)
 
     def _within(self, numbers: Tensor, like: Tensor, largest: float) -> Tensor:
-        projected: Tensor = Projected.apply(numbers.to(like), self.minimum, largest)
+        numbers = numbers.to(like)
+        projected: Tensor = Projected.apply(numbers, numbers.detach().clamp(self.minimum, largest))
         return projected.view(-1, 1, 1)
 
 
