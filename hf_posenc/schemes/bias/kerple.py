@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.parts import DistanceBias
-from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
+from hf_posenc.schemes.weights import projected
 
 #: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper requires.
 LARGEST_EXPONENT = 2.0

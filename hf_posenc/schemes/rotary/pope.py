@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.parts import DeviceConstant, QueryKeyMap
 from hf_posenc.schemes.positions import Positions, softplus
-from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
-from hf_posenc.schemes.weights import Layers
+from hf_posenc.schemes.weights import Layers, projected
 
 
 class PopeMap(QueryKeyMap):
