@@ -57,8 +57,7 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    derived = carries_more()
-    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or derived):
+    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or carries_more()):
         return values.clamp(minimum, maximum)
     kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
     result: Tensor = kind.apply(values, minimum, maximum)
