@@ -70,16 +70,14 @@ def convert_smollm2(output: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.weights)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2.weights, dtype="float32")
-    entries = quantized.config.to_dict()
-    entries.pop("quantization_config", None)
+    entries = {name: entry for name, entry in quantized.config.to_dict().items() if name != "quantization_config"}
     with torch.device("meta"):  # No random weights are drawn.
         model = type(quantized)(type(quantized.config).from_dict(entries))
     model.load_state_dict(quantized.state_dict(), assign=True)
     model.tie_weights()
     model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.weights).save_pretrained(output)
     # Written last, so that an interrupted conversion is repeated.
     finished.write_text(json.dumps({"source": SMOLLM2.requirement}))
     return output

@@ -193,9 +193,8 @@ def _from_pretrained(call: Call) -> Any:
                 "composite checkpoint: load the whole model.)"
             )
         return _stock_from_pretrained(call)
-    if not isinstance(config, PreTrainedConfig) and not is_patched(
-        source if config is None else config, call.arguments
-    ):
+    described = source if config is None else config
+    if not isinstance(config, PreTrainedConfig) and not is_patched(described, call.arguments):
         try:
             return _stock_from_pretrained(call)
         except EntryIgnoredError as error:

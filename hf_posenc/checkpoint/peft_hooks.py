@@ -267,10 +267,8 @@ def _load_adapter(call: Call) -> Any:
 
 
 def _hotswap(call: Call) -> Any:
-    with (
-        setting(_COMPARED, True),
-        _placed(call["model"], call["model_name_or_path"], call.arguments, call["adapter_name"]),
-    ):
+    source = call["model_name_or_path"]
+    with setting(_COMPARED, True), _placed(call["model"], source, call.arguments, call["adapter_name"]):
         return call.run()
 
 

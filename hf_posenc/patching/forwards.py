@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -64,17 +65,8 @@ def names_assigned(code: types.CodeType) -> list[str]:
 @functools.lru_cache(maxsize=1024)
 def names_in(code: types.CodeType) -> frozenset[str]:
     """All names, variables and strings in a code object, and in those inside it."""
-    names: set[str] = set()
-    pending: list[Any] = [code]
-    while pending:
-        constant = pending.pop()
-        if isinstance(constant, str):
-            names.add(constant)
-        elif isinstance(constant, tuple):
-            pending.extend(constant)
-        elif isinstance(constant, types.CodeType):
-            pending.extend((*constant.co_names, *constant.co_varnames, *constant.co_consts))
-    return frozenset(names)
+    values = tree_leaves([(each.co_names, each.co_varnames, each.co_consts) for each in codes_in(code)])
+    return frozenset(value for value in values if isinstance(value, str))
 
 
 def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:

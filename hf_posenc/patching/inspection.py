@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -217,15 +218,10 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
         stacks = anatomy.stacks()
         context = _stock_context(target, stacks) if encoding is None else str(encoding.lengths)
         native = _native(transaction, anatomy.main)
-        others: dict[str, dict[str, Any] | str] = {}
-        for part in anatomy.parts:
-            if part == anatomy.main:
-                continue
-            try:
+        others = {part: _native(transaction, part) for part in anatomy.parts if part != anatomy.main}
+        for part in others:
+            with suppress(PositionEncodingError):  # It is the reason in `others`.
                 stacks = [*stacks, *anatomy.stacks([part])]
-                others[part] = _native(transaction, part)
-            except PositionEncodingError as error:
-                others[part] = str(error)
         placed = {} if encoding is None else {name: stack.cross for name, stack in encoding.stacks.items()}
         inspected = [_inspect_stack(stack, placed.get(stack.name, {})) for stack in stacks]
         return Inspection(

@@ -148,11 +148,8 @@ def place_scheme(
             if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
                 limits.refuse(stack.needs(), encoding.label)
     _warn_if_uncacheable(encoding, transaction)
-    placed = [
-        stack_encoding
-        for stack_encoding in encoding.stacks.values()
-        if previous is None or stack_encoding not in previous.stacks.values()
-    ]
+    kept_stacks = [] if previous is None else [*previous.stacks.values()]
+    placed = [stack for stack in encoding.stacks.values() if stack not in kept_stacks]
     if chosen:
         _warn_if_only_scaled(encoding, placed)
     if chosen and not names_native(config):
@@ -339,13 +336,12 @@ def schedule(
     """
     types = dict(_places(stacks))
     available = sorted(types)
-    if isinstance(config, ScheduleConfig):
-        deepest = available[-1]
-        if len(config.layers) > deepest + 1:
-            raise ValueError(
-                f"The schedule has schemes for {len(config.layers)} layers, but the last layer with attention in this "
-                f"model is layer {deepest}. Give one scheme for each layer, {deepest + 1} in all."
-            )
+    deepest = available[-1]
+    if isinstance(config, ScheduleConfig) and len(config.layers) > deepest + 1:
+        raise ValueError(
+            f"The schedule has schemes for {len(config.layers)} layers, but the last layer with attention in this "
+            f"model is layer {deepest}. Give one scheme for each layer, {deepest + 1} in all."
+        )
     if layers is None:
         _check_all_occur(config, stacks)
         return config
@@ -360,7 +356,7 @@ def schedule(
             "A schedule already defines the scheme of every layer, so `layers` cannot be combined with it."
         )
     assert elsewhere is not None
-    wanted = enumerate(config if layer in chosen else elsewhere for layer in range(available[-1] + 1))
+    wanted = enumerate(config if layer in chosen else elsewhere for layer in range(deepest + 1))
     return ScheduleConfig(layers=tuple(scheme.for_layer(at, types.get(at)) for at, scheme in wanted))
 
 
@@ -452,19 +448,14 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
     if any(stack.layout.has_axes or stack.reads_axes for stack in stacks):
         return
-    unstated = [
-        part for part in walk(config) if part.name not in _DIAGONAL and _reads_axes(part) and not part.gave("grid")
-    ]
+    # M-RoPE gives a token without coordinates the same position on every axis.
+    unstated = [part for part in walk(config) if part.name != "mrope" and _reads_axes(part) and not part.gave("grid")]
     if unstated:
         warn_user(
             f"Scheme {unstated[0].label!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
             "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
             "`axes` raise an error unless a call passes position_ids of several axes."
         )
-
-
-#: Schemes that give a token without coordinates the same position on every axis.
-_DIAGONAL = frozenset(("mrope",))
 
 
 def _reads_axes(config: SchemeConfig) -> bool:

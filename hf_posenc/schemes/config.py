@@ -334,11 +334,9 @@ def check_savable(config: SchemeConfig) -> None:
 def _is_savable(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_savable, value))
-    return (
-        value is None
-        or isinstance(value, SchemeConfig | SubConfig | str | int)
-        or (isinstance(value, float) and math.isfinite(value))
-    )
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, SchemeConfig | SubConfig | str | int)
 
 
 def names_native(config: SchemeConfig) -> bool:

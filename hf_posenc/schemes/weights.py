@@ -96,11 +96,9 @@ class Layers(Sequence[Any]):
             self._stacks.append((weights, stack))
         return stack
 
-    def stacked(self) -> Any:
-        """A copy of the first part whose weights are those of all, `(layers, ...)`."""
-        return self._stacked(self.parts)
-
-    def _stacked(self, parts: Sequence[Any]) -> Any:
+    def stacked(self, inner: Sequence[Any] | None = None) -> Any:
+        """A copy of the first part, or of its `inner` module, whose weights are those of all, `(layers, ...)`."""
+        parts = self.parts if inner is None else inner
         first, kind = parts[0], type(parts[0])
         names, modules = list(first._parameters), dict(first._modules)
         if parametrize.is_parametrized(first):
@@ -110,7 +108,7 @@ class Layers(Sequence[Any]):
         made: Any = object.__new__(kind)
         made.__dict__ = first.__dict__ | {
             "_parameters": {name: self.stack([getattr(part, name) for part in parts]) for name in names},
-            "_modules": {name: self._stacked([part._modules[name] for part in parts]) for name in modules},
+            "_modules": {name: self.stacked([part._modules[name] for part in parts]) for name in modules},
         }
         return made
 
@@ -380,8 +378,7 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    derived = carries_more()
-    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or derived):
+    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or carries_more()):
         return values.clamp(minimum, maximum)
     kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
     result: Tensor = kind.apply(values, values.detach().clamp(minimum, maximum))

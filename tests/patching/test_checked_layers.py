@@ -220,8 +220,6 @@ def tied(model: Any, ids: Tensor) -> None:
 
 
 JOINED = ["disentangled", "fire", "grape", "log_cpb", "pope", "selective_rope", "string", "tisa", "transformer_xl"]
-
-
 STEPS = [
     skipped, left_early, frozen, trained_apart, differentiated_twice, changed_before_the_backward_pass,
     computed_weights, differentiated_forwards, tied,

@@ -348,11 +348,9 @@ class Anatomy:
         """The name of a part; `None` stands for the one that is patched by default."""
         if name is not None and name not in self.parts:
             stacks = {stack.path: stack.part for stack in self._stacks}
-            remedy = (
-                f"{name!r} is a stack of the part {stacks[name]!r}, whose stacks share a scheme."
-                if name in stacks
-                else ""
-            )
+            remedy = ""
+            if name in stacks:
+                remedy = f"{name!r} is a stack of the part {stacks[name]!r}, whose stacks share a scheme."
             raise UnknownNameError("part", str(name), self.parts, owner=type(self.model).__name__, remedy=remedy)
         return self.main if name is None else str(name)
 

@@ -361,19 +361,12 @@ def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
         causal=attention.causal,
         max_positions=max_positions if max_positions > 0 else None,
         num_key_value_heads=attention.num_key_value_heads,
-        layer_input_size=_input_size(attention.module),
+        # Zamba's shared layers read the embeddings in addition to the hidden states, MobileBERT's read narrower ones.
+        layer_input_size=getattr(attention.module, "attention_hidden_size", None)
+        or getattr(getattr(attention.module, "query", None), "in_features", None),
         initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
         logit_terms=1 if logit_terms is None else logit_terms(attention.module),
     )
-
-
-def _input_size(module: nn.Module) -> int | None:
-    """The width of a layer's input where the module states it: it may differ from that of the model.
-
-    Zamba's shared layers read the embeddings in addition to the hidden states, MobileBERT's read narrower ones.
-    """
-    stated = getattr(module, "attention_hidden_size", None)
-    return stated or getattr(getattr(module, "query", None), "in_features", None)
 
 
 def spans_of(stacks: list[Stack]) -> list[str | None]:

@@ -126,11 +126,9 @@ def describes(
     for spectrum in spectra:
         frequencies = query_key_map.inverse_frequencies(torch.tensor([[spectrum.length]])).reshape(-1)
         allowed = tolerance or (1e-6 if spectrum.length == 1 else 1e-5)
-        if frequencies.shape != spectrum.frequencies.shape:
-            return False
-        if not torch.allclose(frequencies, spectrum.frequencies, rtol=allowed, atol=0.0):
-            return False
-        if abs(query_key_map.attention_scaling - spectrum.scaling) >= 1e-6:
+        same = frequencies.shape == spectrum.frequencies.shape
+        same = same and torch.allclose(frequencies, spectrum.frequencies, rtol=allowed, atol=0.0)
+        if not same or abs(query_key_map.attention_scaling - spectrum.scaling) >= 1e-6:
             return False
     return True
 

@@ -203,10 +203,8 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
     position_ids = torch.arange(length, device=rotation.phases.device).unsqueeze(0)
     hidden = rotation.phases.real.new_zeros(1, length, 1) if rotation.phases.is_complex() else rotation.phases
     for rotary in stack.rotaries:
-        known = sorted(
-            set(getattr(stack.config, "layer_types", None) or ()),
-            key=lambda layer_type: (layer_type != own_type, layer_type),
-        )
+        types = set(getattr(stack.config, "layer_types", None) or ())
+        known = sorted(types, key=lambda layer_type: (layer_type != own_type, layer_type))
         for layer_type in (None, *known):
             phases = phases_of(rotary.module, hidden, position_ids, layer_type)
             if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:

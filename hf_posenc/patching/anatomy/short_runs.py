@@ -103,11 +103,8 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> di
     if "use_cache" in forward_parameters(type(module)):
         given = given | {"use_cache": given.get("use_cache", False)}
     tensors = {name: tensor.to(device) for name, tensor in given.items() if isinstance(tensor, Tensor)}
-    return (
-        given
-        | tensors
-        | {name: tensor.to(module.dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
-    )
+    real = {name: tensor.to(module.dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    return given | tensors | real
 
 
 def all_equal(arguments: dict[str, Any]) -> dict[str, Any]:

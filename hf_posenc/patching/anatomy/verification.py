@@ -187,11 +187,8 @@ def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
         words = None
         with suppress(NotImplementedError):  # The architecture does not say which module they are.
             words = stack.module.get_input_embeddings()
-        tables = [
-            path
-            for path, module in stack.module.named_modules()
-            if isinstance(module, nn.Embedding) and module is not words and "token_type" not in path
-        ]
+        named = ((path, module) for path, module in stack.module.named_modules() if isinstance(module, nn.Embedding))
+        tables = [path for path, module in named if module is not words and "token_type" not in path]
         candidates = f" Embeddings other than the token embeddings: {', '.join(tables)}." if tables else ""
         return UnsupportedError(
             f"No position table, rotary function or bias was found in this {kind}, but {what}. It has an unknown "

@@ -281,10 +281,8 @@ class AttentionSite(PairwiseSite):
             return True
         heads_axis = 1 if time_axis == 2 else 2
         heads = (first.shape[heads_axis], second.shape[heads_axis])
-        return first.shape[-1] == self.encoding.head_dim and heads == (
-            self.encoding.num_heads,
-            self.encoding.num_key_value_heads,
-        )
+        all_heads = (self.encoding.num_heads, self.encoding.num_key_value_heads)
+        return first.shape[-1] == self.encoding.head_dim and heads == all_heads
 
     def prepared(self, state: ForwardState, heads: Tensor) -> tuple[QueryKeyMap, tuple[Any, ...]]:
         """The map, and its inputs for the new tokens in the dtype of `heads`.

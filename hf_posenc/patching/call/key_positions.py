@@ -375,21 +375,15 @@ _UNKNOWN_POSITIONS = (
     "position_ids of this call or of cached tokens differ from those of the mask or the slots and were not recorded. "
     "Pass the whole sequence with use_cache=False, or leave out position_ids or torch.compile when filling the cache."
 )
-
-
 _OTHER_TOKENS = (
     "The mask of this call shows other cached tokens than the mask with which they were cached, which counts their "
     "positions anew. Pass position_ids to every call that continues this cache."
 )
-
-
 _NOT_CONTINUED = (
     "The positions of the cached tokens reach {}, but the first token of this call would stand at {}, which is counted "
     "over the attention mask or the cached tokens. Pass position_ids to every call that continues this cache, also to "
     "`generate`, which counts from 0 otherwise."
 )
-
-
 _CHANGED_CACHE = (
     "The keys in this cache are not those that the model left in it: tokens were dropped, moved, added or overwritten, "
     "so their positions are unknown, and this scheme needs them. Rows may be reordered, selected, repeated and cropped "

@@ -275,11 +275,8 @@ class RotaryModuleSite(PlacedForward):
         if not self.unused or torch.compiler.is_compiling() or torch.jit.is_tracing():
             # A compiler removes unused phases by itself.
             return type(self.module).forward(self.module, x, *args, **kwargs)
-        signature = (
-            _signature(x),
-            *map(_signature, args),
-            *((name, _signature(value)) for name, value in kwargs.items()),
-        )
+        named = ((name, _signature(value)) for name, value in kwargs.items())
+        signature = (_signature(x), *map(_signature, args), *named)
         placeholder = self._placeholders.get(signature)
         if placeholder is not None:
             return placeholder

@@ -316,9 +316,8 @@ class StackForward(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
         if torch.compiler.is_compiling():
-            if torch.distributed.is_available() and gathers_keys(self.runtime):
-                return self._run_outside_graphs(*args, **kwargs)
-            if has_given_positions(cache_among(named_arguments(self.module, args, kwargs))):
+            gathers = torch.distributed.is_available() and gathers_keys(self.runtime)
+            if gathers or has_given_positions(cache_among(named_arguments(self.module, args, kwargs))):
                 return self._run_outside_graphs(*args, **kwargs)
         return self._run(*args, **kwargs)
 

@@ -367,11 +367,9 @@ def _candidates(stack: Stack, axes: int, layout: str) -> Iterator[RopeNdConfig]:
 
 
 def _bases(config: Any) -> list[float]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    stated = [
-        getattr(config, "rope_theta", None),
-        parameters.get("rope_theta") if isinstance(parameters, dict) else None,
-    ]
+    parameters = getattr(config, "rope_parameters", None)
+    of_parameters = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    stated = [getattr(config, "rope_theta", None), of_parameters]
     return list(dict.fromkeys([float(base) for base in stated if base] + [10000.0, 100.0]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -247,9 +248,7 @@ def _features(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     bins = _bins(model)
     if not starts_with_bins(model):
         return numbers(1, FRAMES, bins)
-    strides = 1
-    for child in model.children():
-        strides *= child.stride[0] if isinstance(child, nn.Conv1d) else 1
+    strides = math.prod(child.stride[0] for child in model.children() if isinstance(child, nn.Conv1d))
     rows = getattr(model.config, SOURCE_LENGTH, None)
     return numbers(1, bins, FRAMES if rows is None else int(rows) * strides)
 
@@ -260,15 +259,14 @@ def _values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
         return numbers(1, int(config.max_length), int(config.num_mel_bins))
     channels = getattr(config, "audio_channels", None)
-    shape = (1, SAMPLES) if channels is None else (1, int(channels), SAMPLES)
-    return numbers(*shape)
+    return numbers(1, SAMPLES) if channels is None else numbers(1, int(channels), SAMPLES)
 
 
 def _past_values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     config = model.config
     channels = getattr(config, "num_input_channels", None)
     length = first_int(config, ("context_length",), 64) + max(getattr(config, "lags_sequence", None) or [0])
-    if not hasattr(config, "num_input_channels"):
+    if channels is None:
         # A model of many channels accepts its own length only; others accept any number of patches.
         length = max(length, _PATCHES * first_int(config, ("patch_length",), 0))
     return numbers(1, length) if channels is None else numbers(1, length, int(channels))

@@ -138,17 +138,10 @@ def find_lengths(
 ) -> dict[str, int]:
     """The lengths in a config by name, including those of sub-configs that a stack uses."""
     used = [id(config) for config in stack_configs]
-    owners = {"": config} | {
-        f"{name}.": value
-        for name, value in config.__dict__.items()
-        if isinstance(value, PreTrainedConfig) and id(value) in used
-    }
-    return {
-        path + name: owner.__dict__[name]
-        for path, owner in owners.items()
-        for name in names
-        if is_length(owner.__dict__.get(name))
-    }
+    inside = ((name, value) for name, value in config.__dict__.items() if isinstance(value, PreTrainedConfig))
+    owners = {"": config} | {f"{name}.": value for name, value in inside if id(value) in used}
+    values = {path + name: owner.__dict__.get(name) for path, owner in owners.items() for name in names}
+    return {path: value for path, value in values.items() if is_length(value)}
 
 
 def native_lengths(config: Any) -> dict[str, int]:

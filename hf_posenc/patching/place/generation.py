@@ -174,11 +174,8 @@ class CheckedGenerate(CheckedMethod):
 
     def _counts(self, kwargs: dict[str, Any]) -> bool:
         """Whether transformers counts the positions over the mask in every step."""
-        methods = {name: getattr(self.model, name, None) for name in _COUNTING}
-        stock = all(
-            getattr(method, "__func__", None) is getattr(GenerationMixin, name, None)
-            for name, method in methods.items()
-        )
+        methods = [(getattr(self.model, name, None), getattr(GenerationMixin, name, None)) for name in _COUNTING]
+        stock = all(getattr(method, "__func__", None) is of_class for method, of_class in methods)
         # The rows of RoBERTa's table do not begin at 0.
         shifted = any(site.table.origin for site in self.encoding.record.placed(TableSite))
         mask = kwargs.get("attention_mask")

@@ -399,9 +399,8 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
     FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
     each process would initialise its own and train them on its part of the batch only.
     """
-    if "torch.distributed.fsdp" not in sys.modules or all(
-        hasattr(parameter, "device_mesh") for parameter in encoding.parameters()
-    ):
+    late = [parameter for parameter in encoding.parameters() if not hasattr(parameter, "device_mesh")]
+    if "torch.distributed.fsdp" not in sys.modules or not late:
         return
     from torch.distributed.fsdp import FSDPModule
 

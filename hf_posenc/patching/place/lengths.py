@@ -75,13 +75,8 @@ def rows_of_tables(model: PreTrainedModel) -> int | None:
         stacks = Anatomy(model).stacks()
     except UnsupportedError:
         return None
-    rows = [
-        table.weight.shape[0] - table.origin
-        for stack in stacks
-        for table in stack.tables
-        if isinstance(table.module, nn.Embedding)
-    ]
-    return min(rows, default=None)
+    tables = [table for stack in stacks for table in stack.tables if isinstance(table.module, nn.Embedding)]
+    return min((table.weight.shape[0] - table.origin for table in tables), default=None)
 
 
 def native_length(model: PreTrainedModel, stacks: list[Stack]) -> int | None:

@@ -358,9 +358,8 @@ class StackRecord:
         """The ids of the attention modules in the layers that the config counts; for an early exit, fewer than all."""
         attentions, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
-        return tuple(
-            id(module) for module in (attentions[:depth] if fewer else attentions) if is_attention_site(module)
-        )
+        counted = attentions[:depth] if fewer else attentions
+        return tuple(id(module) for module in counted if is_attention_site(module))
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.

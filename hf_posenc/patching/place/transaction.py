@@ -315,11 +315,8 @@ class Transaction:
         untouched = [part for part in anatomy.parts if part not in {stack.part for stack in stacks}]
         label, kind = encoding.config.label, type(model).__name__
         encoding.report = PatchReport(label, kind, parameter_count(encoding), reports, untouched)
-        with_parameters = {
-            id(stack.module): encoding.stacks[stack.name]
-            for stack in stacks
-            if next(encoding.stacks[stack.name].parameters(), None) is not None
-        }
+        placed = {id(stack.module): encoding.stacks[stack.name] for stack in stacks}
+        with_parameters = {key: parts for key, parts in placed.items() if next(parts.parameters(), None) is not None}
         if with_parameters:
             include_schemes(base, with_parameters, journal)
         for stack_record in record.stacks.values():

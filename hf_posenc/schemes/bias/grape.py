@@ -14,7 +14,6 @@ from hf_posenc.schemes.parts import DeviceConstant, PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
-from hf_posenc.schemes.weights import Layers
 
 
 class GrapeBias(PairwiseBias):
@@ -36,7 +35,7 @@ class GrapeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        slope, of_keys, of_queries = pairs.keys.of_weights(self, "weights", _weights)
+        slope, of_keys, of_queries = pairs.keys.of_weights(self, "weights", lambda layers: layers.stacked()._weights())
         gate: Tensor | float = 0.0
         if of_keys is not None:
             gate = softplus(of_keys @ pairs.expanded_key.float().transpose(-1, -2))
@@ -56,11 +55,6 @@ class GrapeBias(PairwiseBias):
         if self.normalize:
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
         return (direction * direction.shape[-1] ** -0.5).unsqueeze(-2)
-
-
-def _weights(layers: Layers) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    weights: tuple[Tensor, Tensor | None, Tensor | None] = layers.stacked()._weights()
-    return weights
 
 
 @register_scheme

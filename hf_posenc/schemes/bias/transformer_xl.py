@@ -48,11 +48,10 @@ class TransformerXLBias(PairwiseBias):
         # The clamped table has one row for each whole distance.
         self.whole_positions = config.clamp_length is not None
         self._frequencies = turn_frequencies(hidden, config.base)
-        self.content_bias = self.learned("content_bias", heads, std=context.initializer_range)
-        self.position_bias = self.learned("position_bias", heads, std=context.initializer_range)
-        self.position_projection = self.learned(
-            "position_projection", (heads[0] * heads[1], hidden), std=context.initializer_range
-        )
+        drawn = functools.partial(self.learned, std=context.initializer_range)
+        self.content_bias = drawn("content_bias", heads)
+        self.position_bias = drawn("position_bias", heads)
+        self.position_projection = drawn("position_projection", (heads[0] * heads[1], hidden))
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:

@@ -26,21 +26,16 @@ def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
     return lambda config: classes if config.attention_type != "original_full" else ()
 
 
-def _blocks_of_frames(attention: str, positions: str, bins: Callable[[Any], int] | None = None) -> Architecture:
+def _blocks_of_frames(attention: str, positions: str, example_inputs: Any = None) -> Architecture:
     """An encoder of sound whose attention compares the frames of a block, with vectors for their distances.
 
     Args:
         attention: the class of its attention.
         positions: the module in it that makes the vectors.
-        bins: the number of features of a frame, from the config, if its name does not show it.
+        example_inputs: those of the architecture, if its config does not name the number of features of a frame.
     """
-
-    def features(module: Any, tokens: int) -> dict[str, Any]:
-        assert bins is not None
-        return {"input_features": numbers(1, FRAMES, bins(module.config))}
-
     return Architecture(
-        example_inputs=None if bins is None else features,
+        example_inputs=example_inputs,
         sparse=(attention,),
         mechanism="relative keys within blocks",
         silence=silenced_children(positions),
@@ -84,11 +79,15 @@ SPARSE: dict[tuple[str, ...], Architecture] = {
     ),
     ("gemma3n_audio",): _blocks_of_frames("Gemma3nAudioAttention", "relative_position_embedding.pos_proj"),
     ("gemma4_audio",): _blocks_of_frames(
-        "Gemma4AudioAttention", "relative_k_proj", lambda config: config.subsampling_conv_channels[0]
+        "Gemma4AudioAttention",
+        "relative_k_proj",
+        lambda module, tokens: {"input_features": numbers(1, FRAMES, module.config.subsampling_conv_channels[0])},
     ),
     ("granite_speech_encoder",): _blocks_of_frames("GraniteSpeechConformerAttention", "rel_pos_emb"),
     ("granite_speech_plus_encoder",): _blocks_of_frames("GraniteSpeechPlusConformerAttention", "rel_pos_emb"),
     ("granite_speech5_encoder",): _blocks_of_frames(
-        "GraniteSpeech5EncoderAttention", "rel_pos_emb", lambda config: 4 * config.num_mel_bins
+        "GraniteSpeech5EncoderAttention",
+        "rel_pos_emb",
+        lambda module, tokens: {"input_features": numbers(1, FRAMES, 4 * module.config.num_mel_bins)},
     ),
 }
