@@ -199,12 +199,9 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
         value for owner in owners for name, value in owner.items() if name != _MOVED and type(value) in _CONTAINERS
     ]
     contents = [(value, value.copy()) for value in (*owners, *inside)]
-    buffers = [
-        (buffer, buffer.detach().clone())
-        for module in modules
-        for buffer in module._buffers.values()
-        if type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _LARGEST_COPY
-    ]
+    present = [buffer for module in modules for buffer in module._buffers.values() if type(buffer) is Tensor]
+    small = [buffer for buffer in present if not buffer.is_meta and buffer.numel() <= _LARGEST_COPY]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in small]
     try:
         for attributes in map(vars, modules):
             attributes["training"] = False

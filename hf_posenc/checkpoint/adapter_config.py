@@ -178,11 +178,8 @@ def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bo
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     names = [f"{path}.{name}" for name in parameters]
-    if any(
-        f".{name}".endswith(f".{target}")
-        for name in names
-        for target in getattr(config, "target_parameters", None) or ()
-    ):
+    targets = getattr(config, "target_parameters", None) or ()
+    if any(f".{name}".endswith(f".{target}") for name in names for target in targets):
         yield "target_parameters"
     if not whole:
         return

@@ -178,18 +178,11 @@ def role_swaps(model: Any, tokens: TokenizedMaterial, *, causal: bool) -> list[R
     """
     pairs = list(itertools.combinations(tokens.nouns, 2))
     verbs = [tokens.verbs[number % len(tokens.verbs)] for number in range(len(pairs))]
-    here, there = (
-        outputs_of(
-            model,
-            tokens.sentences(
-                [
-                    [tokens.article, pair[first], verb, tokens.article, pair[1 - first], tokens.closing]
-                    for pair, verb in zip(pairs, verbs, strict=True)
-                ]
-            ),
-        ).states
-        for first in (0, 1)
-    )
+    named = [*zip(pairs, verbs, strict=True)]
+    the, end = tokens.article, tokens.closing
+    in_order = tokens.sentences([[the, first, verb, the, second, end] for (first, second), verb in named])
+    exchanged = tokens.sentences([[the, second, verb, the, first, end] for (first, second), verb in named])
+    here, there = (outputs_of(model, sentences).states for sentences in (in_order, exchanged))
     start = len(tokens.frame.before)
     subject, target, last = start + 1, start + 4, start + 5
     layers = list(zip(here, there, strict=True))

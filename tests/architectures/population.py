@@ -108,13 +108,10 @@ def class_named(name: str, model_type: str) -> type[Any]:
     found: type[Any] | None = getattr(transformers, name, None)
     if found is None:
         package = importlib.import_module(f"transformers.models.{model_type_to_module_name(model_type)}")
-        modules = (importlib.import_module(f"{package.__name__}.{one}") for one in _modeling_modules(package))
+        names = sorted(name for name in dir(package) if name.startswith("modeling_"))
+        modules = (importlib.import_module(f"{package.__name__}.{one}") for one in names)
         found = next(getattr(module, name) for module in modules if hasattr(module, name))
     return found
-
-
-def _modeling_modules(package: Any) -> list[str]:
-    return sorted(str(name) for name in dir(package) if name.startswith("modeling_"))
 
 
 @functools.cache

@@ -152,11 +152,8 @@ def start_token(model: PreTrainedModel) -> int:
 
 def _weights(parts: ModelParts, architecture: str, layers: int) -> dict[str, Tensor]:
     """The weights without the tables of positions. The factor of the logits becomes a part of the last norm."""
-    tensors = {
-        name: tensor
-        for name, tensor in named_weights(parts.model, architecture, layers).items()
-        if not name.endswith("attn_rel_b.weight")
-    }
+    weights = named_weights(parts.model, architecture, layers)
+    tensors = {name: tensor for name, tensor in weights.items() if not name.endswith("attn_rel_b.weight")}
     if "dec.output_norm.weight" in tensors:
         tensors["dec.output_norm.weight"] = tensors["dec.output_norm.weight"].float() * _output_factor(parts.model)
     return tensors

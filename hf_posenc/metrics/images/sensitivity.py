@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,12 +173,8 @@ def picture_of_two_dogs(rows: int, columns: int, first: tuple[int, int], second:
         raise MeasurementError(f"The dogs at {first} and {second} overlap; they are {SIDE} x {SIDE} patches each.")
     scale = len(DRAWINGS["dog"]) // SIDE
     picture = torch.zeros(rows * scale, columns * scale)
-    free = [
-        (row, column)
-        for row in range(rows - SIDE + 1)
-        for column in range(columns - SIDE + 1)
-        if not any(_overlap((row, column), place) for place in places)
-    ]
+    corners = itertools.product(range(rows - SIDE + 1), range(columns - SIDE + 1))
+    free = [corner for corner in corners if not any(_overlap(corner, place) for place in places)]
     for name, (row, column) in [("dog", first), ("dog", second), *([("cat", free[-1])] if free else [])]:
         ink = torch.tensor([[mark == "#" for mark in line] for line in DRAWINGS[name]], dtype=torch.float32)
         top, left = row * scale, column * scale
