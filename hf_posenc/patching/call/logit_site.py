@@ -90,9 +90,8 @@ class LogitSite(PlacedForward):
         if state.sequence is not None:
             state.require_whole(f"{type(self.module).__name__} does not call an attention function")
         summands = [part for part in self.encoding.summands if not (rotated and part.rotates_heads)]
-        of_pairs: dict[LogitBias, BiasForm] = {}
-        if not all(isinstance(part, DistanceBias) for part in summands):
-            of_pairs = self.pairwise_forms(call, query, key, factors, summands)
+        read_pairs = [part for part in summands if not isinstance(part, DistanceBias)]
+        of_pairs = self.pairwise_forms(call, query, key, factors, read_pairs) if read_pairs else {}
         forms = [
             self.distance_form_of(part, state, query, key, mask, folds)
             if isinstance(part, DistanceBias)
@@ -106,7 +105,7 @@ class LogitSite(PlacedForward):
     def pairwise_forms(
         self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors, summands: Sequence[LogitBias]
     ) -> dict[LogitBias, BiasForm]:
-        """The forms of those summands that are no distance biases, for the arguments of the method `bias`."""
+        """The forms of summands that are no distance biases, for the arguments of the method `bias`."""
         raise NotImplementedError
 
     def _scaled_form(self, form: BiasForm, state: ForwardState) -> RowsForm:

@@ -17,7 +17,7 @@ from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.logit_site import Factors, LogitSite, check_heads, wrong_shape
 from hf_posenc.schemes.features import pairs_of_parts
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
+from hf_posenc.schemes.parts import LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
@@ -34,14 +34,13 @@ class PairwiseSite(LogitSite):
     def pairwise_forms(
         self, call: LayerCall, query: Tensor, key: Tensor, factors: Factors, summands: Sequence[LogitBias]
     ) -> dict[LogitBias, BiasForm]:
-        """The forms of those summands that are no distance biases, for the arguments of the method `bias`."""
+        """The forms of summands that are no distance biases, for the arguments of the method `bias`."""
         bias, every = self.encoding.logit_bias, self.encoding.summands
         assert bias is not None
         check_cache(bias, call.state)
         call.pairs = whole = self._pairs(call, query, key, factors)
         pairs = dict(zip(every, [whole] if len(every) == 1 else pairs_of_parts(every, whole), strict=True))
-        of_pairs = [part for part in summands if not isinstance(part, DistanceBias)]
-        return {part: _pairwise_form(part, call.state, pairs[part], self) for part in of_pairs}
+        return {part: _pairwise_form(part, call.state, pairs[part], self) for part in summands}
 
     def refuse_pooled_keys(self, queries: int, keys: int) -> None:
         """Refuses attention in which queries and keys are not the same patches."""
