@@ -22,7 +22,7 @@ BOUNDS = {
     "patch and first forward": (37, 1294, 606),
     "forward": (14, 100, 58),
     "further layer": (14, 20, 13),
-    "decoding": (13, 124, 62),
+    "decoding": (13, 125, 64),
     "save": (13, 267, 59),
     "from_pretrained": (32, 1193, 528),
 }
