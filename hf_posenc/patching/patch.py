@@ -397,19 +397,21 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
 def warn_if_rotation_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if the default base or the missing scaling of a rotation, which were not given, differ from a layer's."""
     bases: dict[tuple[str, float], set[float]] = {}
-    kept: set[float] = set()
     scalings: dict[str, set[str]] = {}
-    for of_layers, attention in ((stack.config, attention) for stack in stacks for attention in stack.attentions):
-        built_with = getattr(of_layers, "rope_parameters", None) or {}
-        # Some models have other parameters for each type of layers.
-        built_with = built_with.get(attention.layer_type) or built_with
-        native_thetas = set(map(float, _values(built_with, "rope_theta")))
-        for part in walk(config.for_layer(attention.layer, attention.layer_type)):
-            theta = getattr(part, "theta", None)
-            if theta is not None and not part.gave("theta"):
-                (kept if theta in native_thetas else bases.setdefault((part.name, theta), set())).update(native_thetas)
-            if theta is not None and getattr(part, "scaling", ...) is None and not part.gave("scaling"):
-                scalings.setdefault(part.name, set()).update(_values(built_with, "rope_type") - _UNSCALED)
+    kept: set[float] = set()
+    for stack in stacks:
+        of_stack = getattr(stack.config, "rope_parameters", None) or {}
+        for layer_type, scheme in {(a.layer_type, config.for_layer(a.layer, a.layer_type)) for a in stack.attentions}:
+            # Some models have other parameters for each type of layers.
+            built_with = of_stack.get(layer_type) or of_stack
+            native_thetas = {float(theta) for theta in _values(built_with, "rope_theta")}
+            for part in walk(scheme):
+                theta = getattr(part, "theta", None)
+                if theta is not None and not part.gave("theta"):
+                    same = theta in native_thetas
+                    (kept if same else bases.setdefault((part.name, theta), set())).update(native_thetas)
+                if theta is not None and getattr(part, "scaling", ...) is None and not part.gave("scaling"):
+                    scalings.setdefault(part.name, set()).update(_values(built_with, "rope_type") - _UNSCALED)
     for (name, theta), others in sorted((changed, others) for changed, others in bases.items() if others):
         known = " and ".join(f"{value:g}" for value in sorted(others))
         keep = f"pass theta={max(others):g} to keep its base (swap_scheme does so)"
