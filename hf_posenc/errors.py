@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import ClassVar
 
 #: Packages that warnings and notes do not point at. `contextlib` and `functools` call the functions that they wrap.
-NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", "functools"}
+NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "accelerate", "peft", "contextlib", "functools"}
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
 #: A message that says where names are listed does not list more names than this itself.

@@ -90,7 +90,8 @@ def hint_for_option(name: str, options: Collection[str] = ()) -> str:
     """Returns a hint if a name that no scheme option has is closest to an argument; otherwise an empty text."""
     for close in close_names(name.replace("-", "_"), [*_ARGUMENTS, *options], cutoff=0.8)[:1]:
         if close not in options:
-            return f"Did you mean {close!r}? It is not an option of a scheme, but an argument: {_ARGUMENTS[close]}."
+            asked = f"Did you mean {close!r}? " if close != name else ""
+            return f"{asked}It is not an option of a scheme, but an argument: {_ARGUMENTS[close]}."
     return ""
 
 

@@ -132,7 +132,7 @@ def check_scheme(model: Any, config: Any) -> None:
 
 
 def check_targets(model: Any, config: Any) -> None:
-    """Refuses a PEFT config that would train native weights without effect, or wrap parts of a scheme.
+    """Refuses a PEFT config that would train native weights without effect, or copy or wrap parts of a scheme.
 
     Linear layers among them that `target_modules="all-linear"` would include are excluded in the config.
 
@@ -150,7 +150,15 @@ def check_targets(model: Any, config: Any) -> None:
     unused = {(id(change.target), change.attribute) for change in changes}
     inside = {id(module) for encoding in placed for module in encoding.modules()}
     kind, scheme = type(config).__name__, placed[0].config.name
+    records = [record for encoding in placed for record in encoding.record.stacks.values()]
+    attentions = {id(module) for record in records for module in (*record.attentions, *record.across)}
     for path, module in model.named_modules():
+        if _selects(config, "modules_to_save", path) and not attentions.isdisjoint(map(id, module.modules())):
+            raise UnsupportedError(
+                f"modules_to_save of this {kind} names {path}, which computes attention with the scheme {scheme!r}. "
+                "PEFT would train a copy of it, but the scheme and its parameters belong to the original. Name smaller "
+                "modules, such as the projections of queries, keys and values."
+            )
         names = {name for name, _ in module.named_parameters(recurse=False)}
         without_effect = {name for name in names if (id(module), name) in unused}
         if id(module) not in inside and not without_effect:
@@ -173,6 +181,12 @@ def check_targets(model: Any, config: Any) -> None:
         )
 
 
+def _selects(config: Any, field: str, path: str) -> bool:
+    """Whether a field of a PEFT config that holds the ends of names selects a module."""
+    chosen = getattr(config, field, None) or ()
+    return not isinstance(chosen, str) and any(isinstance(end, str) and path.endswith(end) for end in chosen)
+
+
 def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bool) -> Iterator[str]:
     """The fields of a PEFT config that select a module, or some of its parameters. PEFT decides what a name selects."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -184,8 +198,7 @@ def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bo
     if not whole:
         return
     for field in ("modules_to_save", "trainable_token_indices"):
-        chosen = getattr(config, field, None) or ()
-        if not isinstance(chosen, str) and any(isinstance(target, str) and path.endswith(target) for target in chosen):
+        if _selects(config, field, path):
             yield field
     targets = getattr(config, "target_modules", None)
     if not targets:

@@ -395,24 +395,35 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
 
 
 def warn_if_rotation_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Warns if the default base or the missing scaling of a rotation, which were not given, differ from the model's."""
-    built_with = [getattr(stack.config, "rope_parameters", None) for stack in stacks]
-    native_thetas = {float(theta) for parameters in built_with for theta in _values(parameters, "rope_theta")}
-    scalings = {kind for parameters in built_with for kind in _values(parameters, "rope_type")} - _UNSCALED
-    rotations = [part for part in walk(config) if getattr(part, "theta", None) is not None]
-    changed = {(part.name, part.theta) for part in rotations if not part.gave("theta")}  # type: ignore[attr-defined]
-    for name, theta in sorted(changed):
-        if not native_thetas or theta in native_thetas:
-            continue
-        known = " and ".join(f"{value:g}" for value in sorted(native_thetas))
+    """Warns if the default base or the missing scaling of a rotation, which were not given, differ from a layer's."""
+    bases: dict[tuple[str, float], set[float]] = {}
+    scalings: dict[str, set[str]] = {}
+    kept: set[float] = set()
+    for stack in stacks:
+        of_stack = getattr(stack.config, "rope_parameters", None) or {}
+        for layer_type, scheme in {(a.layer_type, config.for_layer(a.layer, a.layer_type)) for a in stack.attentions}:
+            # Some models have other parameters for each type of layers.
+            built_with = of_stack.get(layer_type) or of_stack
+            native_thetas = {float(theta) for theta in _values(built_with, "rope_theta")}
+            for part in walk(scheme):
+                theta = getattr(part, "theta", None)
+                if theta is not None and not part.gave("theta"):
+                    same = theta in native_thetas
+                    (kept if same else bases.setdefault((part.name, theta), set())).update(native_thetas)
+                if theta is not None and getattr(part, "scaling", ...) is None and not part.gave("scaling"):
+                    scalings.setdefault(part.name, set()).update(_values(built_with, "rope_type") - _UNSCALED)
+    for (name, theta), others in sorted((changed, others) for changed, others in bases.items() if others):
+        known = " and ".join(f"{value:g}" for value in sorted(others))
+        keep = f"pass theta={max(others):g} to keep its base (swap_scheme does so)"
+        if len(others | kept) > 1:
+            keep = "give each layer a scheme with its base (ScheduleConfig; LocalGlobalConfig for layers with a window)"
         warn_user(
-            f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
-            f"trained model, pass theta={max(native_thetas):g} to keep its base (swap_scheme does so), or "
-            f"theta={theta:g} if the change is intended."
+            f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}"
+            f"{' in some layers' * bool(kept)}. For a trained model, {keep}, or pass theta={theta:g} if the change is "
+            "intended."
         )
-    unscaled = {part.name for part in rotations if getattr(part, "scaling", ...) is None and not part.gave("scaling")}
-    for name in sorted(unscaled) if scalings else ():
-        known = " and ".join(repr(kind) for kind in sorted(scalings))
+    for name, kinds in sorted((name, kinds) for name, kinds in scalings.items() if kinds):
+        known = " and ".join(repr(kind) for kind in sorted(kinds))
         warn_user(
             f"Scheme {name!r} has no scaling of its frequencies, but this model was built with rope_type {known}. For "
             "a trained model, use 'native' to keep its scaling, or pass scaling=None if the change is intended."

@@ -182,6 +182,11 @@ def test_none_is_no_request(folders: dict[str, Path]) -> None:
         ("rope:theta=-1", UsageError, "theta"),
         ({"scheme": "rope", "thetta": 1.0}, UnknownNameError, "Did you mean 'theta'"),
         ({"scheme": "alibi", "layer": [0]}, UnknownNameError, "Did you mean 'layers'"),
+        (
+            {"scheme": "alibi", "gradual": True},
+            UnknownNameError,
+            r"'alibi'\. It is not an option of a scheme, but an arg",
+        ),
         ({"scheme": "alibi", "layers": [5]}, ValueError, "layers with self-attention are"),
         ({"scheme": "alibi", "part": "vision"}, UnknownNameError, "vision"),
         (3, ValueError, "Not a scheme"),

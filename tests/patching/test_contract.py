@@ -15,6 +15,8 @@ import torch
 
 from hf_posenc import (
     InterleavedConfig,
+    LinearScaling,
+    LocalGlobalConfig,
     RopeConfig,
     ScheduleConfig,
     UnsupportedError,
@@ -25,6 +27,7 @@ from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
+from tests.models import tiny
 from tests.patching.test_changed_models import put_a_stock_layer
 
 
@@ -118,6 +121,18 @@ def test_a_scaling_that_a_rotation_drops_is_named(parameters: Any) -> None:
         warnings.simplefilter("error")
         patch_model(model, "rope", scaling=None)
         patch_model(model, "alibi")
+
+
+def test_layers_of_different_types_are_compared_with_their_own_base_and_scaling() -> None:
+    model = tiny("Gemma3ForCausalLM", head_dim=8, layer_types=["sliding_attention", "full_attention"])
+    with pytest.warns(UserWarning, match=r"built with 1e\+06 in some layers.*LocalGlobalConfig"):
+        patch_model(model, "rope")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(unpatch_model(model), "rope", layers=[0])
+        patch_model(unpatch_model(model), LocalGlobalConfig(RopeConfig(), RopeConfig(theta=1e6)))
+        unpatch_model(model).config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": 2.0}
+        patch_model(model, LocalGlobalConfig(RopeConfig(), RopeConfig(theta=1e6, scaling=LinearScaling(2.0))))
 
 
 def test_a_base_that_was_given_is_meant() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import CheckpointError, distance_bias, learned_per_head, patch_model
+from hf_posenc import CheckpointError, SequenceLengthError, distance_bias, learned_per_head, patch_model
 from hf_posenc.schemes import BuildContext, registry
 from hf_posenc.schemes.bias.distance_function import config_of_function
 from tests.fresh import printed, run_fresh
@@ -135,6 +136,15 @@ def test_an_error_says_which_function_of_which_scheme_raised_it(longest: int) ->
     model = tiny("LlamaForCausalLM")
     with pytest.raises(KeyError, match=rf"failing \(module {__name__}, line \d+\), which .* 'failing.* calls"):
         patch_model(model, config_of_function(failing)(longest))(torch.arange(9)[None])
+
+
+def test_an_error_of_this_package_under_a_hook_of_accelerate_is_not_called_own_code() -> None:
+    model = patch_model(tiny("LlamaForCausalLM"), "learned")
+    for module in model.position_encoding.modules():
+        add_hook_to_module(module, ModelHook())
+    with pytest.raises(SequenceLengthError) as raised:
+        model(torch.arange(70)[None])
+    assert not hasattr(raised.value, "__notes__")
 
 
 MODULE = """
