@@ -100,16 +100,17 @@ class Layers(Sequence[Any]):
         """A copy of the first part, or of its `inner` module, whose weights are those of all, `(layers, ...)`."""
         parts = self.parts if inner is None else inner
         first, kind = parts[0], type(parts[0])
-        names, modules = list(first._parameters), dict(first._modules)
+        modules = dict(first._modules)
         if parametrize.is_parametrized(first):
             # The copy has the values instead, and the class that a parametrization was registered on.
             kind = kind.__mro__[1]
-            names += modules.pop("parametrizations")
+        # FSDP exchanges parameters for plain tensors.
+        values = (*modules.pop("parametrizations", ()), *vars(first).get("_starts", ()))
+        names = dict.fromkeys((*first._parameters, *values))
+        stacks = {name: self.stack([getattr(part, name) for part in parts]) for name in names}
         made: Any = object.__new__(kind)
-        made.__dict__ = first.__dict__ | {
-            "_parameters": {name: self.stack([getattr(part, name) for part in parts]) for name in names},
-            "_modules": {name: self.stacked([part._modules[name] for part in parts]) for name in modules},
-        }
+        made.__dict__ = first.__dict__ | stacks
+        made._modules = {name: self.stacked([part._modules[name] for part in parts]) for name in modules}
         return made
 
     def apart(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -227,6 +228,11 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
     return modules
 
 
+def is_changed(module: nn.Module) -> bool:
+    """Whether somebody has set hooks on a module, or replaced its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def requires_grad(value: Any) -> bool:
     """Whether a value, or one of the values in a tuple, requires grad."""
     if isinstance(value, tuple):
@@ -254,7 +260,7 @@ class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
         # Most parts have no submodules, and every layer asks.
         for module in [inner for part in parts for inner in (modules_of(part) if part._modules else (part,))]:
             written_in = module.__dict__.get("written_in", type(module).__module__)
-            if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
+            if is_changed(module) or not written_in.startswith(_FOLLOWS_WEIGHTS):
                 return compute()
             for weight in (*module._parameters.values(), *module._buffers.values()):
                 if weight is not None:
@@ -291,13 +297,15 @@ class AlikeParts:
         if self._found is None:
             alike: dict[Hashable, dict[int, nn.Module]] = {}
             for kind, parts in self._layers():
-                inside = [module for each in parts for module in modules_of(each)]
-                for place, module in enumerate(inside if kind is not None else ()):
-                    weights = [weight for weight in module._parameters.values() if weight is not None]
-                    same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
-                    if len(weights) == len(module._parameters) > 0 and not has_hooks(weights):
-                        alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
-            self._found = {each: [*group.values()] for group in alike.values() for each in group}
+                for number, each in enumerate(parts if kind is not None else ()):
+                    modules = modules_of(each)
+                    # Hooks may compute weights. Those of a layer that did not run yet would be old.
+                    for place, module in enumerate(() if any(map(is_changed, modules)) else modules):
+                        weights = [weight for weight in module._parameters.values() if weight is not None]
+                        same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
+                        if len(weights) == len(module._parameters) > 0 and not has_hooks(weights):
+                            alike.setdefault((kind, number, place, type(module), same), {})[id(module)] = module
+            self._found = {key: [*group.values()] for group in alike.values() for key in group}
         return cast("list[ModuleType]", self._found.get(id(part), [part]))
 
 

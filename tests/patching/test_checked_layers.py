@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from transformers import DynamicCache
 
 from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
+from hf_posenc.schemes.bias.log_cpb import LogCpbNetwork
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.weights import AlikeParts, KeptValues
 from tests.architectures.population import pair_named
@@ -372,11 +374,11 @@ def test_layers_whose_parts_have_other_modules_are_not_computed_together(layer: 
 
 
 @pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize("scheme", ["grape", "transformer_xl", "disentangled", "grape_m", "selective_rope", "pope"])
+@pytest.mark.parametrize("scheme", [*JOINED, "grape_m"])
 def test_weights_with_parametrizations_count_where_layers_share_what_follows_from_weights(
     scheme: str, every: bool
 ) -> None:
-    model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(2, 9)
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
     expected = copy.deepcopy(model)
     layers = (model.position_encoding.modules(), expected.position_encoding.modules())
     weighted = [(one, other) for one, other in zip(*layers, strict=True) if one._parameters]
@@ -388,6 +390,29 @@ def test_weights_with_parametrizations_count_where_layers_share_what_follows_fro
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["disentangled", "fire", "grape", "transformer_xl"])
+def test_weights_that_a_hook_computes_are_read_after_it(scheme: str) -> None:
+    """The hooks of pruning run before the forward of a part."""
+    model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(2, 9)
+    expected = copy.deepcopy(model)
+    for part, other in zip(model.position_encoding.modules(), expected.position_encoding.modules(), strict=True):
+        for name in list(part._parameters):
+            prune.identity(part, name)
+            with torch.no_grad():
+                part.get_parameter(f"{name}_orig").add_(0.3)
+                other.get_parameter(name).add_(0.3)
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_layers_of_a_copy_compute_together_too(copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = copied(patched("llama_gqa", "log_cpb", num_hidden_layers=LAYERS)), []
+    network = LogCpbNetwork.network
+    monkeypatch.setattr(LogCpbNetwork, "network", lambda self, *args: calls.append(self) or network(self, *args))
+    model(tokens(2, 9))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:-2])

@@ -23,6 +23,7 @@ from hf_posenc.schemes.weights import (
     exporting,
     gradients_may_be_shared,
     has_hooks,
+    is_changed,
     modules_of,
     once_in_graph,
     requires_grad,
@@ -421,7 +422,8 @@ class ForwardState:
             return dict(zip(map(id, layers), each, strict=True))
 
         values = self.shared(("together", name, site.encoding.kind, kernel), compute, *lengths, padding)
-        return None if values is None else values[id(getattr(site.encoding, name))]
+        # A part of another class computes alone.
+        return None if values is None else values.get(id(getattr(site.encoding, name)))
 
     def may_be_of_layers(self) -> bool:
         """Whether layers may share one more bias: not if there are many, as if each layer had its own."""
@@ -451,12 +453,11 @@ def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> boo
     Nor exchanged one of its modules, whose classes are `kinds`.
     """
     modules = modules_of(part)
-    if [type(module) for module in modules] != kinds:
-        return False
-    if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
+    if [type(module) for module in modules] != kinds or any(map(is_changed, modules)):
         return False
     weights = weights_of(part)
-    return bool(weights[0].device == device) and not has_hooks(weights)  # All are on the same device.
+    # All are on the same device. FSDP may have exchanged them for plain tensors.
+    return len(weights) > 0 and bool(weights[0].device == device) and not has_hooks(weights)
 
 
 def narrow_layers(config: Any) -> set[str]:
