@@ -248,6 +248,20 @@ def test_what_layers_compute_together_has_the_gradients_of_layers_that_compute_a
     torch.testing.assert_close(found, gradients(), atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("scheme", ["fire", "pope", "string"])
+def test_positions_have_the_gradient_of_layers_that_compute_alone(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.1).train(), tokens(2, 9)
+
+    def gradient() -> Tensor:
+        positions = torch.arange(9.0).unsqueeze(0).requires_grad_()
+        loss = model(ids, labels=ids, position_ids=positions, use_cache=False).loss
+        return torch.autograd.grad(loss, positions)[0]
+
+    found = gradient()
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
+    torch.testing.assert_close(found, gradient(), atol=2e-5, rtol=1e-3)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["log_cpb", "string", "t5", "tupe"])
 def test_values_that_a_cache_keeps_do_not_depend_on_autocast(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:

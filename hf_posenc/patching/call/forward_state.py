@@ -400,6 +400,8 @@ class ForwardState:
         """
         if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
             return None
+        if requires_grad(self.position_ids):
+            return None  # What layers compute together has gradients of their weights only.
 
         def of_layers() -> tuple[Any, Layers] | None:
             layers = Layers(parts_of_kind(site, name))
