@@ -193,6 +193,6 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
         return found
     found["checkpoints"] = distributed_checkpoints(folder)
     found["transformers"] = resaved(patched("llama_gqa", "forget_gate"), folder, fsdp_size=2)
-    for way in ("fsdp2", "ddp"):
+    for way in ("fsdp1", "fsdp2", "ddp"):
         found["late"] |= {f"{way} {scheme}": patched_late(scheme, way) for scheme in ("alibi", "t5", "pope")}
     return found
