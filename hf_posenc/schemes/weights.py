@@ -228,6 +228,13 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
     return modules
 
 
+def likeness(module: nn.Module) -> Hashable:
+    """What is equal for modules of several layers that can be computed together: all but the numbers in weights."""
+    weights = (weight for weight in module._parameters.values() if weight is not None)
+    options = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
+    return type(module), *((weight.device, weight.dtype, weight.shape) for weight in weights), *options
+
+
 def is_changed(module: nn.Module) -> bool:
     """Whether somebody has set hooks on a module, or replaced its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
@@ -302,9 +309,8 @@ class AlikeParts:
                     # Hooks may compute weights. Those of a layer that did not run yet would be old.
                     for place, module in enumerate(() if any(map(is_changed, modules)) else modules):
                         weights = [weight for weight in module._parameters.values() if weight is not None]
-                        same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
                         if len(weights) == len(module._parameters) > 0 and not has_hooks(weights):
-                            alike.setdefault((kind, number, place, type(module), same), {})[id(module)] = module
+                            alike.setdefault((kind, number, place, likeness(module)), {})[id(module)] = module
             self._found = {key: [*group.values()] for group in alike.values() for key in group}
         return cast("list[ModuleType]", self._found.get(id(part), [part]))
 

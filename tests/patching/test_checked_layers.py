@@ -420,6 +420,28 @@ def test_weights_that_a_hook_computes_are_read_after_it(scheme: str) -> None:
     torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("scheme", "option", "value"), [("log_cpb", "limit", 3.0), ("grape", "normalize", False)])
+def test_a_layer_may_have_another_option(scheme: str, option: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
+    setattr(model.position_encoding.stacks["model"].layers[2].logit_bias, option, value)
+    found = model(ids).logits
+    monkeypatch.setattr(AlikeParts, "of", lambda self, part: [part])
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
+    torch.testing.assert_close(found, model(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_may_have_another_number_of_weights() -> None:
+    """As after units that do little were removed from it. These are repeated, at half their weight."""
+    model, ids = drawn(patched("llama_gqa", "log_cpb", num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
+    expected = model(ids).logits
+    bias = model.position_encoding.stacks["model"].layers[2].logit_bias
+    bias.hidden_weight, bias.hidden_bias = (
+        nn.Parameter(weight.detach().repeat_interleave(2, dim=0)) for weight in (bias.hidden_weight, bias.hidden_bias)
+    )
+    bias.output_weight = nn.Parameter(bias.output_weight.detach().repeat_interleave(2, dim=1) / 2)
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_layers_of_a_copy_compute_together_too(copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = copied(patched("llama_gqa", "log_cpb", num_hidden_layers=LAYERS)), []

@@ -24,6 +24,7 @@ from hf_posenc.schemes.weights import (
     gradients_may_be_shared,
     has_hooks,
     is_changed,
+    likeness,
     modules_of,
     once_in_graph,
     requires_grad,
@@ -405,8 +406,8 @@ class ForwardState:
 
         def of_layers() -> tuple[Any, Layers] | None:
             layers = Layers(parts_of_kind(site, name))
-            kinds = [type(module) for module in modules_of(layers[0])]
-            if len(layers) < 2 or not all(_is_plain(part, kinds, self.device) for part in layers):
+            alike = [*map(likeness, modules_of(layers[0]))]
+            if len(layers) < 2 or not all(_is_plain(part, alike, self.device) for part in layers):
                 return None
             values = layers[0].of_layers(layers, *inputs())
             if values is None:
@@ -449,13 +450,13 @@ def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
     return list({id(part): part for part in (*parts, of_layer) if type(part) is type(of_layer)}.values())
 
 
-def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> bool:
+def _is_plain(part: Part, alike: list[Hashable], device: torch.device | None) -> bool:
     """Whether the weights of a part are on a device, and nobody has set hooks or replaced a forward in it.
 
-    Nor exchanged one of its modules, whose classes are `kinds`.
+    Nor changed one of its modules, which are `alike`.
     """
     modules = modules_of(part)
-    if [type(module) for module in modules] != kinds or any(map(is_changed, modules)):
+    if [*map(likeness, modules)] != alike or any(map(is_changed, modules)):
         return False
     weights = weights_of(part)
     # All are on the same device. FSDP may have exchanged them for plain tensors.
