@@ -23,6 +23,8 @@ Value = TypeVar("Value")
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 #: One part, or those of several layers.
 Parts = nn.Module | Sequence[nn.Module]
+#: The types of options that may be changed in one layer.
+_NUMBERS_AND_WORDS = frozenset((bool, int, float, str))
 #: Where the modules are written that compute the same until a weight or a buffer changes.
 _FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
 
@@ -230,9 +232,9 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
 
 def likeness(module: nn.Module) -> Hashable:
     """What is equal for modules of several layers that can be computed together: all but the numbers in weights."""
-    weights = (weight for weight in module._parameters.values() if weight is not None)
-    options = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
-    return type(module), *((weight.device, weight.dtype, weight.shape) for weight in weights), *options
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    options = [option for option in vars(module).items() if type(option[1]) in _NUMBERS_AND_WORDS]
+    return type(module), *[(weight.device, weight.dtype, weight.shape) for weight in weights], *options
 
 
 def is_changed(module: nn.Module) -> bool:
