@@ -269,7 +269,7 @@ class KeptValues(dict[tuple[Hashable, ...], tuple[Any, ...]]):
         # Most parts have no submodules, and every layer asks.
         for module in [inner for part in parts for inner in (modules_of(part) if part._modules else (part,))]:
             written_in = module.__dict__.get("written_in", type(module).__module__)
-            if is_changed(module) or not written_in.startswith(_FOLLOWS_WEIGHTS):
+            if module._forward_hooks or module._forward_pre_hooks or not written_in.startswith(_FOLLOWS_WEIGHTS):
                 return compute()
             for weight in (*module._parameters.values(), *module._buffers.values()):
                 if weight is not None:
