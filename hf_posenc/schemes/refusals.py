@@ -65,9 +65,9 @@ CONTEXT_PARALLELISM = Environment(
     "Use a scheme that reads nothing but positions (rope, alibi, t5, ...), or train without context parallelism.",
 )
 SHARDED_WEIGHTS = Environment(
-    "A model whose weights FSDP2 has already sharded",
-    {Need.PARAMETERS: "which FSDP2 would not shard and whose gradients it would not reduce"},
-    "Call patch_model before fully_shard, or save the patched model and load it with its distributed_config.",
+    "A model whose weights FSDP has already sharded",
+    {Need.PARAMETERS: "which it would not shard and whose gradients it would not reduce"},
+    "Call patch_model before the model is sharded, or save the patched model and load it with its distributed_config.",
 )
 ADAPTION_PROMPTS = Environment(
     "A model with PEFT's adaption prompts (Llama-Adapter), which compute the queries of a layer a second time and "

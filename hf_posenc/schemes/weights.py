@@ -23,6 +23,8 @@ Value = TypeVar("Value")
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 #: One part, or those of several layers.
 Parts = nn.Module | Sequence[nn.Module]
+#: The types of options that may be changed in one layer.
+_NUMBERS_AND_WORDS = frozenset((bool, int, float, str))
 #: Where the modules are written that compute the same until a weight or a buffer changes.
 _FOLLOWS_WEIGHTS = (f"{__name__.partition('.')[0]}.", "torch.nn.")
 
@@ -100,16 +102,17 @@ class Layers(Sequence[Any]):
         """A copy of the first part, or of its `inner` module, whose weights are those of all, `(layers, ...)`."""
         parts = self.parts if inner is None else inner
         first, kind = parts[0], type(parts[0])
-        names, modules = list(first._parameters), dict(first._modules)
+        modules = dict(first._modules)
         if parametrize.is_parametrized(first):
             # The copy has the values instead, and the class that a parametrization was registered on.
             kind = kind.__mro__[1]
-            names += modules.pop("parametrizations")
+        # FSDP exchanges parameters for plain tensors.
+        values = (*modules.pop("parametrizations", ()), *vars(first).get("_starts", ()))
+        names = dict.fromkeys((*first._parameters, *values))
+        stacks = {name: self.stack([getattr(part, name) for part in parts]) for name in names}
         made: Any = object.__new__(kind)
-        made.__dict__ = first.__dict__ | {
-            "_parameters": {name: self.stack([getattr(part, name) for part in parts]) for name in names},
-            "_modules": {name: self.stacked([part._modules[name] for part in parts]) for name in modules},
-        }
+        made.__dict__ = first.__dict__ | stacks
+        made._modules = {name: self.stacked([part._modules[name] for part in parts]) for name in modules}
         return made
 
     def apart(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -227,6 +230,18 @@ def modules_of(part: nn.Module) -> list[nn.Module]:
     return modules
 
 
+def likeness(module: nn.Module) -> Hashable:
+    """What is equal for modules of several layers that can be computed together: all but the numbers in weights."""
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    options = [option for option in vars(module).items() if type(option[1]) in _NUMBERS_AND_WORDS]
+    return type(module), *[(weight.device, weight.dtype, weight.shape) for weight in weights], *options
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether somebody has set hooks on a module, or replaced its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def requires_grad(value: Any) -> bool:
     """Whether a value, or one of the values in a tuple, requires grad."""
     if isinstance(value, tuple):
@@ -291,13 +306,14 @@ class AlikeParts:
         if self._found is None:
             alike: dict[Hashable, dict[int, nn.Module]] = {}
             for kind, parts in self._layers():
-                inside = [module for each in parts for module in modules_of(each)]
-                for place, module in enumerate(inside if kind is not None else ()):
-                    weights = [weight for weight in module._parameters.values() if weight is not None]
-                    same = tuple((weight.device, weight.dtype, weight.shape) for weight in weights)
-                    if len(weights) == len(module._parameters) > 0 and not has_hooks(weights):
-                        alike.setdefault((kind, place, type(module), same), {})[id(module)] = module
-            self._found = {each: [*group.values()] for group in alike.values() for each in group}
+                for number, each in enumerate(parts if kind is not None else ()):
+                    modules = modules_of(each)
+                    # Hooks may compute weights. Those of a layer that did not run yet would be old.
+                    for place, module in enumerate(() if any(map(is_changed, modules)) else modules):
+                        weights = [weight for weight in module._parameters.values() if weight is not None]
+                        if len(weights) == len(module._parameters) > 0 and not has_hooks(weights):
+                            alike.setdefault((kind, number, place, likeness(module)), {})[id(module)] = module
+            self._found = {key: [*group.values()] for group in alike.values() for key in group}
         return cast("list[ModuleType]", self._found.get(id(part), [part]))
 
 

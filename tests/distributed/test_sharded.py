@@ -55,7 +55,11 @@ def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Fo
 
 @pytest.mark.parametrize(
     ("way", "words"),
-    [("fsdp2", "Call patch_model before fully_shard"), ("ddp", "Call patch_model before the model is wrapped")],
+    [
+        ("fsdp1", "Call patch_model before the model is sharded"),
+        ("fsdp2", "Call patch_model before the model is sharded"),
+        ("ddp", "Call patch_model before the model is wrapped"),
+    ],
 )
 def test_a_model_that_is_shared_takes_no_new_parameters(found: Found, way: str, words: str) -> None:
     for rank in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from transformers import DynamicCache
 
 from hf_posenc.patching.call.cache import first_cache
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes import ScheduleConfig, ShawConfig, TisaConfig
+from hf_posenc.schemes.bias.log_cpb import LogCpbNetwork
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.weights import AlikeParts, KeptValues
 from tests.architectures.population import pair_named
@@ -246,6 +248,20 @@ def test_what_layers_compute_together_has_the_gradients_of_layers_that_compute_a
     torch.testing.assert_close(found, gradients(), atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("scheme", ["fire", "pope", "string"])
+def test_positions_have_the_gradient_of_layers_that_compute_alone(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.1).train(), tokens(2, 9)
+
+    def gradient() -> Tensor:
+        positions = torch.arange(9.0).unsqueeze(0).requires_grad_()
+        loss = model(ids, labels=ids, position_ids=positions, use_cache=False).loss
+        return torch.autograd.grad(loss, positions)[0]
+
+    found = gradient()
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
+    torch.testing.assert_close(found, gradient(), atol=2e-5, rtol=1e-3)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["log_cpb", "string", "t5", "tupe"])
 def test_values_that_a_cache_keeps_do_not_depend_on_autocast(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,11 +388,11 @@ def test_layers_whose_parts_have_other_modules_are_not_computed_together(layer: 
 
 
 @pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize("scheme", ["grape", "transformer_xl", "disentangled", "grape_m", "selective_rope", "pope"])
+@pytest.mark.parametrize("scheme", [*JOINED, "grape_m"])
 def test_weights_with_parametrizations_count_where_layers_share_what_follows_from_weights(
     scheme: str, every: bool
 ) -> None:
-    model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(2, 9)
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
     expected = copy.deepcopy(model)
     layers = (model.position_encoding.modules(), expected.position_encoding.modules())
     weighted = [(one, other) for one, other in zip(*layers, strict=True) if one._parameters]
@@ -388,6 +404,51 @@ def test_weights_with_parametrizations_count_where_layers_share_what_follows_fro
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["disentangled", "fire", "grape", "transformer_xl"])
+def test_weights_that_a_hook_computes_are_read_after_it(scheme: str) -> None:
+    """The hooks of pruning run before the forward of a part."""
+    model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(2, 9)
+    expected = copy.deepcopy(model)
+    for part, other in zip(model.position_encoding.modules(), expected.position_encoding.modules(), strict=True):
+        for name in list(part._parameters):
+            prune.identity(part, name)
+            with torch.no_grad():
+                part.get_parameter(f"{name}_orig").add_(0.3)
+                other.get_parameter(name).add_(0.3)
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("scheme", "option", "value"), [("log_cpb", "limit", 3.0), ("grape", "normalize", False)])
+def test_a_layer_may_have_another_option(scheme: str, option: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
+    setattr(model.position_encoding.stacks["model"].layers[2].logit_bias, option, value)
+    found = model(ids).logits
+    monkeypatch.setattr(AlikeParts, "of", lambda self, part: [part])
+    monkeypatch.setattr(ForwardState, "together", lambda *_, **__: None)
+    torch.testing.assert_close(found, model(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_may_have_another_number_of_weights() -> None:
+    """As after units that do little were removed from it. These are repeated, at half their weight."""
+    model, ids = drawn(patched("llama_gqa", "log_cpb", num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
+    expected = model(ids).logits
+    bias = model.position_encoding.stacks["model"].layers[2].logit_bias
+    bias.hidden_weight, bias.hidden_bias = (
+        nn.Parameter(weight.detach().repeat_interleave(2, dim=0)) for weight in (bias.hidden_weight, bias.hidden_bias)
+    )
+    bias.output_weight = nn.Parameter(bias.output_weight.detach().repeat_interleave(2, dim=1) / 2)
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_layers_of_a_copy_compute_together_too(copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = copied(patched("llama_gqa", "log_cpb", num_hidden_layers=LAYERS)), []
+    network = LogCpbNetwork.network
+    monkeypatch.setattr(LogCpbNetwork, "network", lambda self, *args: calls.append(self) or network(self, *args))
+    model(tokens(2, 9))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:-2])

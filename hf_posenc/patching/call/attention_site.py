@@ -296,7 +296,7 @@ class AttentionSite(PairwiseSite):
             check_cache(query_key_map, state)
             return state.positions(), heads.dtype
 
-        if id(query_key_map) in self.encoding.joined:
+        if query_key_map in self.encoding.joined:
             joined = state.together(self, "query_key_map", inputs, heads.dtype)
             if joined is not None:
                 return query_key_map, joined

@@ -144,7 +144,7 @@ class CheckedLayer:
         known = self.rows.get(id(bias))
         if known is not None and (not known.requires_grad or gradients_may_be_shared()):
             return known
-        joins = id(bias) in site.encoding.joined and (self.places is not None or self.by_slots)
+        joins = bias in site.encoding.joined and (self.places is not None or self.by_slots)
         if joins and self.kernel is not None:
             pairs = None if self.places is None else functools.partial(self._pairs, site, call, query, key)
             of_layers = site.rows_of_layers(call.state, self.kernel, self.arguments[1], pairs)
@@ -185,7 +185,7 @@ class CheckedLayer:
         if replica.reads_content:
             return cast("Tensor", replica(pairs))
         lengths = (query.shape[2], key.shape[2])
-        if id(bias) in site.encoding.joined:
+        if bias in site.encoding.joined:
             joined: Tensor | None = call.state.together(site, "logit_bias", lambda: (pairs,), *lengths)
             if joined is not None:
                 return joined

@@ -23,6 +23,8 @@ from hf_posenc.schemes.weights import (
     exporting,
     gradients_may_be_shared,
     has_hooks,
+    is_changed,
+    likeness,
     modules_of,
     once_in_graph,
     requires_grad,
@@ -399,11 +401,13 @@ class ForwardState:
         """
         if traced() or self.query_length > FEW_TOKENS or (torch.is_grad_enabled() and not gradients_may_be_shared()):
             return None
+        if requires_grad(self.position_ids):
+            return None  # What layers compute together has gradients of their weights only.
 
         def of_layers() -> tuple[Any, Layers] | None:
             layers = Layers(parts_of_kind(site, name))
-            kinds = [type(module) for module in modules_of(layers[0])]
-            if len(layers) < 2 or not all(_is_plain(part, kinds, self.device) for part in layers):
+            alike = [*map(likeness, modules_of(layers[0]))]
+            if len(layers) < 2 or not all(_is_plain(part, alike, self.device) for part in layers):
                 return None
             values = layers[0].of_layers(layers, *inputs())
             if values is None:
@@ -421,7 +425,8 @@ class ForwardState:
             return dict(zip(map(id, layers), each, strict=True))
 
         values = self.shared(("together", name, site.encoding.kind, kernel), compute, *lengths, padding)
-        return None if values is None else values[id(getattr(site.encoding, name))]
+        # A part of another class computes alone.
+        return None if values is None else values.get(id(getattr(site.encoding, name)))
 
     def may_be_of_layers(self) -> bool:
         """Whether layers may share one more bias: not if there are many, as if each layer had its own."""
@@ -445,18 +450,17 @@ def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
     return list({id(part): part for part in (*parts, of_layer) if type(part) is type(of_layer)}.values())
 
 
-def _is_plain(part: Part, kinds: list[type], device: torch.device | None) -> bool:
+def _is_plain(part: Part, alike: list[Hashable], device: torch.device | None) -> bool:
     """Whether the weights of a part are on a device, and nobody has set hooks or replaced a forward in it.
 
-    Nor exchanged one of its modules, whose classes are `kinds`.
+    Nor changed one of its modules, which are `alike`.
     """
     modules = modules_of(part)
-    if [type(module) for module in modules] != kinds:
-        return False
-    if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
+    if [*map(likeness, modules)] != alike or any(map(is_changed, modules)):
         return False
     weights = weights_of(part)
-    return bool(weights[0].device == device) and not has_hooks(weights)  # All are on the same device.
+    # All are on the same device. FSDP may have exchanged them for plain tensors.
+    return len(weights) > 0 and bool(weights[0].device == device) and not has_hooks(weights)
 
 
 def narrow_layers(config: Any) -> set[str]:

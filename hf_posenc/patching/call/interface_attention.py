@@ -371,7 +371,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             attend = attention_with(kernel, form, self.module, query, key)
             if wide:
                 return attend_with_wide_values(attend, self.module, query, key, value)
-            joins = id(self.encoding.logit_bias) in self.encoding.joined
+            joins = self.encoding.logit_bias in self.encoding.joined
             if joins and isinstance(attend, MatrixAttention) and attend.form is form:
                 pairs = call.pairs
                 of_pairs = None if pairs is None else lambda: pairs

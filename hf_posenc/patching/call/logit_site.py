@@ -200,7 +200,7 @@ class LogitSite(PlacedForward):
             kept = self.kept_row(bias, state, key_length) if query_length == 1 else None
             if kept is not None:
                 return FusedForm(kept[0][0, :, 0], 1, key_length, kept[1])
-            joins = id(bias) in self.encoding.joined
+            joins = bias in self.encoding.joined
             vector = self._vector_of_layers(state, query_length, key_length, mask) if joins else None
             if vector is not None:
                 return FusedForm(vector, query_length, key_length)
@@ -224,7 +224,7 @@ class LogitSite(PlacedForward):
             return None
         name = ("kept row", key_length, state.device)
         if (*name, id(bias)) not in state.scratch:
-            biases = parts_of_kind(self, "logit_bias") if id(bias) in self.encoding.joined else [bias]
+            biases = parts_of_kind(self, "logit_bias") if bias in self.encoding.joined else [bias]
 
             def compute() -> tuple[Tensor, list[Tensor | None]]:
                 replicas = [state.replica(each) for each in biases]

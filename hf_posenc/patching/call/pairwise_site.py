@@ -166,7 +166,7 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, 
 
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
     repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
-    lengths, alone = (pairs.query.shape[-2], key_length), id(part) in site.encoding.joined
+    lengths, alone = (pairs.query.shape[-2], key_length), part in site.encoding.joined
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
         if repeats and alone and (start, stop, key_count) == (0, *lengths):

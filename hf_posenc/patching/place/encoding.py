@@ -92,7 +92,7 @@ class LayerEncoding:
         #: The parts that are not `None`.
         self.parts: list[Part] = [part for part in parts if part is not None]
         #: Those that are computed together with parts of other layers. A subclass may compute something else.
-        self.joined = {id(part) for part in self.parts if "of_layers" in vars(type(part))}
+        self.joined = {part for part in self.parts if "of_layers" in vars(type(part))}
         pairwise = bias if isinstance(bias, PairwiseBias) else None
         by_head, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
         #: Number of heads for which the bias caches features next to the keys.
@@ -122,7 +122,7 @@ class LayerEncoding:
         #: Whether the logits change by the same bias in every layer with these parts.
         self.repeats_bias = bool(summands) and by_distance and rotates and not again
         #: A value that is equal for layers with the same parts and heads.
-        self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
+        self.identity = (bias, self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, self.shard)
         scale, hides = self.logit_scale, pairwise is not None and pairwise.hides_pairs
         scales = scale is not None and (scale.factor_of_all is None or hides)
         special = scales or self.widens_heads or again or self.zero_below or self.rotates_by_input or self.shard

@@ -394,15 +394,15 @@ def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_nat
 
 
 def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None:
-    """Refuses to add parameters to a model that `fully_shard` has sharded.
+    """Refuses to add parameters to a model that FSDP has sharded.
 
-    FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
+    It manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
     each process would initialise its own and train them on its part of the batch only.
     """
     late = [parameter for parameter in encoding.parameters() if not hasattr(parameter, "device_mesh")]
     if "torch.distributed.fsdp" not in sys.modules or not late:
         return
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
         SHARDED_WEIGHTS.refuse(encoding.needs(), encoding.label)
