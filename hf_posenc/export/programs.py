@@ -21,6 +21,7 @@ from hf_posenc.export.comparison import difference_at_real_tokens, random_ids
 from hf_posenc.export.records import Check
 from hf_posenc.patching.call.module_sites import EXPORTED_LENGTH
 from hf_posenc.patching.call.runtime import StackForward
+from hf_posenc.patching.forwards import forward_on_instance
 from hf_posenc.patching.place.config_entry import detach_entry, find_lengths, write_lengths
 from hf_posenc.preserve import attention_implementation, hidden, quiet
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -129,7 +130,7 @@ def tracing(
     for module in model.modules():
         if isinstance(module, QueryKeyMap):
             module.fix_weights()
-        forward = module.__dict__.get("forward")
+        forward = forward_on_instance(module)
         if isinstance(forward, StackForward):
             forward.runtime.slots.reach(module, length, masks=False)
     with attention_implementation(model, "sdpa", unless=["eager"]), quiet():

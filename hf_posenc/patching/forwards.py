@@ -146,7 +146,7 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     """All objects to which a wrapper of a module's forward refers."""
     if holder is None or isinstance(holder, nn.Module | Tensor | type | types.ModuleType):
         return []
-    inside: list[Any] = [getattr(holder, "__wrapped__", None), getattr(holder, "__func__", None)]
+    inside: list[Any] = [getattr(holder, name, None) for name in ("__wrapped__", "__func__", "__self__")]
     if isinstance(holder, functools.partial):
         inside += [holder.func, *holder.args, *holder.keywords.values()]
     if isinstance(holder, types.FunctionType):
@@ -272,6 +272,18 @@ class PlacedForward(OfStack):
         self.encoding = encoding
         self.inner = inner
 
+    @property
+    def as_forward(self) -> Any:
+        """What the module has as its `forward`: a method, which torch.compile knows by its code.
+
+        It guards other objects by their identity, so that each layer that is compiled alone would have its own graph.
+        """
+        return self.run
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls this object."""
+        return self(*args, **kwargs)  # type: ignore[operator]
+
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""
         if self.inner is not None:
@@ -302,15 +314,21 @@ def place_of_forward(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
 
 
+def placed_forward(forward: Any) -> Any:
+    """The `PlacedForward` whose method a forward is, or the forward itself."""
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, PlacedForward) else forward
+
+
 def forward_on_instance(module: nn.Module) -> Any:
     """The forward that was set on the instance, by this package or another one; `None` if the class's forward runs.
 
     A tool may restore a `PlacedForward` after its scheme was removed. Such a retired object is skipped in favour of
     the forward inside it.
     """
-    forward = module.__dict__.get(place_of_forward(module))
+    forward = placed_forward(module.__dict__.get(place_of_forward(module)))
     while isinstance(forward, RetiredForward):
-        forward = forward.inner
+        forward = placed_forward(forward.inner)
     # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook, and leaves
     # it on the module when the hook is removed.
     return None if getattr(forward, "__func__", None) is type(module).forward else forward

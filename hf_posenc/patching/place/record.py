@@ -33,6 +33,7 @@ from hf_posenc.patching.forwards import (
     PlacedForward,
     forward_on_instance,
     place_of_forward,
+    placed_forward,
     refuse_foreign_forward,
     remove_hook,
 )
@@ -124,7 +125,7 @@ class Journal:
         """Gives a module a forward, and records the one that was set on the instance before, or `None`."""
         place = place_of_forward(module)
         self.changes.append(_Change(module, place, before is not None, before, "forward", ours=value))
-        module.__dict__[place] = value
+        module.__dict__[place] = value.as_forward
 
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
@@ -195,9 +196,11 @@ def _restore_forward(change: _Change) -> None:
     if isinstance(ours, PlacedForward):
         ours.retire()
     stock = types.MethodType(type(change.target).forward, change.target)
-    if attributes.get("_old_forward") is ours:
+    if isinstance(before, PlacedForward):
+        before = before.as_forward
+    if placed_forward(attributes.get("_old_forward")) is ours:
         attributes["_old_forward"] = stock if before is None else before
-    elif attributes.get("forward") is ours:
+    elif placed_forward(attributes.get("forward")) is ours:
         if before is None:
             del attributes["forward"]
         else:
