@@ -119,6 +119,8 @@ class Part(LearnedWeights):
     whole_positions: bool = False
     #: The longest sequence that the part can encode; no limit by default.
     length_reach: Reach = Reach()
+    #: Whether no other layer has the part. Set where a scheme is placed.
+    of_one_layer: bool = False
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
     # The methods of the class when its statements were last compared with them.

@@ -306,7 +306,7 @@ class AttentionSite(PairwiseSite):
             replica = state.replica(query_key_map)
             return replica, replica.prepared(replica.phases(state.positions()), heads.dtype)
 
-        return state.shared(("prepared", id(query_key_map), heads.dtype), compute)
+        return state.shared(("prepared", heads.dtype), compute, part=query_key_map)
 
     def key_phases(self, state: ForwardState, query_length: int, key_length: int) -> Phases:
         """Phases of all keys, cached ones included, for layers whose keys are mapped after the cache."""
@@ -320,7 +320,7 @@ class AttentionSite(PairwiseSite):
             refuse_cached_coordinates(query_key_map, state, keys)
             return state.replica(query_key_map).phases(keys)
 
-        return state.shared(("key phases", id(query_key_map)), compute, key_length)
+        return state.shared("key phases", compute, key_length, part=query_key_map)
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
         """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time."""

@@ -189,7 +189,7 @@ class CheckedLayer:
             joined: Tensor | None = call.state.together(site, "logit_bias", lambda: (pairs,), *lengths)
             if joined is not None:
                 return joined
-        return call.state.shared(("rows", id(bias), 0), lambda: cast("Tensor", replica(pairs)), *lengths)
+        return call.state.shared(("rows", 0), lambda: cast("Tensor", replica(pairs)), *lengths, part=bias)
 
 
 def _may_compute_rows(arguments: Arguments, query: Tensor, key: Tensor, attention: Attention | None) -> bool:

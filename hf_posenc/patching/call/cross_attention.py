@@ -91,7 +91,7 @@ class CrossAttention(Rebound):
         query_key_map, bias = self.encoding.query_key_map, self.encoding.logit_bias
         if query_key_map is not None:
             replica = state.replica(query_key_map)
-            phases = state.shared(("cross query phases", id(query_key_map)), lambda: replica.phases(state.positions()))
+            phases = state.shared("cross query phases", lambda: replica.phases(state.positions()), part=query_key_map)
             factor = self.factors_before(kwargs.get("scaling"))[0]
             query = without_factor(replica, replica.map_query, query, phases, factor)
             if not call.keys_mapped:
@@ -128,7 +128,7 @@ class CrossAttention(Rebound):
         def compute() -> tuple[Tensor, ...]:
             return replica.phases(encoder_positions(state, length, key.device))
 
-        return replica.map_key(key, state.shared(("cross key phases", id(query_key_map)), compute, length))
+        return replica.map_key(key, state.shared("cross key phases", compute, length, part=query_key_map))
 
 
 def encoder_positions(state: ForwardState, length: int, device: torch.device | None) -> Positions:

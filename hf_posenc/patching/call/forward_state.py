@@ -331,7 +331,13 @@ class ForwardState:
         return ForwardState(length, offset=self.offset, device=self.device, memo=self.memo)
 
     def shared(
-        self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None, everywhere: bool = False
+        self,
+        key: Hashable,
+        compute: Callable[[], Value],
+        *lengths: int,
+        mask: Any = None,
+        everywhere: bool = False,
+        part: Part | None = None,
     ) -> Value:
         """`compute()`, evaluated once per forward and device, without autocast.
 
@@ -346,6 +352,8 @@ class ForwardState:
                 masks. It is stored with the value, so that its id cannot be reused.
             everywhere: whether the value is one of the host. It is the same on all devices, and for layers that are
                 recomputed.
+            part: a part whose weights the value follows from. What follows from those of one layer is computed again in
+                a graph, which would depend on the layer: layers that are compiled alone would not share theirs.
         """
         values = self.of_host if everywhere and not traced() else self.scratch
         if mask is not None:
@@ -355,6 +363,10 @@ class ForwardState:
         device = None if everywhere else self.device
         if torch._C._is_any_autocast_enabled():
             compute = functools.partial(_without_autocast, self.device or _CPU, compute)
+        if part is not None:
+            if part.of_one_layer and torch.compiler.is_compiling():
+                return compute()
+            key = (key, id(part))
         if lengths and torch.compiler.is_compiling():
             return once_in_graph(self.scratch, (key, device), compute, *lengths)
         if values is self.of_host:

@@ -134,7 +134,7 @@ class LogitSite(PlacedForward):
                 raise wrong_shape(logit_scale, factor, "(batch or 1, heads or 1, length)")
             return factor
 
-        return state.shared(("scale", id(logit_scale)), compute)
+        return state.shared("scale", compute, part=logit_scale)
 
     def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
         """The query times its scale, `(batch, heads, query_len, width)`."""
@@ -208,7 +208,7 @@ class LogitSite(PlacedForward):
             shared = torch.compiler.is_compiling() or state.may_be_of_layers()
             return form if shared else dataclasses.replace(form, of_layers=False)
 
-        return state.shared(("bias", id(bias)), compute, query_length, key_length)
+        return state.shared("bias", compute, query_length, key_length, part=bias)
 
     def kept_row(self, bias: DistanceBias, state: ForwardState, key_length: int) -> tuple[Tensor, Tensor | None] | None:
         """The bias of a single query that is the newest token, from values of twice the length that a cache keeps.
@@ -298,12 +298,12 @@ class LogitSite(PlacedForward):
                 return kept[0]
             index, span = self._counted(state, query_length, key_length)
             distances = torch.arange(-span, span + 1, device=state.device)
-            values = state.shared(("counted", id(bias)), lambda: state.replica(bias)(distances), span)
+            values = state.shared("counted", lambda: state.replica(bias)(distances), span, part=bias)
             return values[:, index].transpose(0, 1)
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             lengths = (query_length, key_length)
-            every = state.shared(("counted rows", id(bias)), rows, *lengths) if repeated else rows()
+            every = state.shared("counted rows", rows, *lengths, part=bias) if repeated else rows()
             return every[..., start:stop, :key_count]
 
         return RowsForm(compute, query_length, key_length, self.encoding.num_heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -174,7 +175,8 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, 
             if joined is not None:
                 return joined
         if repeats:
-            return state.shared(("rows", id(part), start), lambda: evaluated(start, stop, key_count), stop, key_count)
+            rows = functools.partial(evaluated, start, stop, key_count)
+            return state.shared(("rows", start), rows, stop, key_count, part=part)
         return evaluated(start, stop, key_count)
 
     def evaluated(start: int, stop: int, key_count: int) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -196,6 +198,11 @@ class StackEncoding(nn.Module):
             self.cross = {attention.path: LayerEncoding.of(parts, attention) for attention, parts in across}
             self.runtime.reads_encoder = bool(self.cross)
         self._built.clear()
+        layers = [*self.layers, *self.cross.values()]
+        inside = ({module for part in layer.parts for module in part.modules()} for layer in layers)
+        for module, count in Counter(itertools.chain.from_iterable(inside)).items():
+            if isinstance(module, Part):
+                module.of_one_layer = count == 1
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
         needs = self.needs()

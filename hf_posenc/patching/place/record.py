@@ -125,7 +125,7 @@ class Journal:
         """Gives a module a forward, and records the one that was set on the instance before, or `None`."""
         place = place_of_forward(module)
         self.changes.append(_Change(module, place, before is not None, before, "forward", ours=value))
-        module.__dict__[place] = value.as_forward
+        module.__dict__[place] = _as_forward(value)
 
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
@@ -196,15 +196,17 @@ def _restore_forward(change: _Change) -> None:
     if isinstance(ours, PlacedForward):
         ours.retire()
     stock = types.MethodType(type(change.target).forward, change.target)
-    if isinstance(before, PlacedForward):
-        before = before.as_forward
     if placed_forward(attributes.get("_old_forward")) is ours:
-        attributes["_old_forward"] = stock if before is None else before
+        attributes["_old_forward"] = stock if before is None else _as_forward(before)
     elif placed_forward(attributes.get("forward")) is ours:
         if before is None:
             del attributes["forward"]
         else:
-            attributes["forward"] = before
+            attributes["forward"] = _as_forward(before)
+
+
+def _as_forward(value: Any) -> Any:
+    return value.as_forward if isinstance(value, PlacedForward) else value
 
 
 class SchemeRecord:
