@@ -145,6 +145,8 @@ class AttentionSite(PairwiseSite):
     #: Sizes of the windows of patches in which the module works, `(rows, columns)`, if it states them.
     window: tuple[int, ...] | None = None
 
+    #: Whether it has not run since the stack was last searched.
+    awaited = False
     #: Whether keys may be cached that a map has widened. Otherwise all keys are mapped again in every call.
     caches_wide_keys = True
     #: Whether replacing the rotary function may be the only change of a call, if it is for the scheme.

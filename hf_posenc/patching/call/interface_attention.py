@@ -147,8 +147,7 @@ class InterfaceAttention(Rebound, AttentionSite):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward with replaced globals, as few of them as the scheme needs."""
-        if self.runtime.unattended:
-            self.runtime.unattended.discard(id(self.module))
+        self.awaited = False
         state = self.runtime.states.top if self.encoding.parts else None
         if state is None and self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)

@@ -248,8 +248,8 @@ class StackRuntime:
         self.slots = SlotBuffers(max((table.origin for table in stack.tables), default=0))
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
-        #: The ids of patched attention modules that have not run since the stack was last searched.
-        self.unattended: set[int] = set()
+        #: The numbers of patched attention modules that have not run since the stack was last searched.
+        self.unattended: tuple[int, ...] = ()
         #: Checks the pages of continuous batching; set while the scheme is in place.
         self.pages: CheckedContinuousBatching | None = None
         #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.

@@ -41,8 +41,7 @@ class ScoresAttention(AttentionSite):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`."""
-        if self.runtime.unattended:
-            self.runtime.unattended.discard(id(self.module))
+        self.awaited = False
         if self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)
         hidden_states = args[0] if args else next(iter(kwargs.values()))

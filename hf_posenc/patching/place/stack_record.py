@@ -97,6 +97,7 @@ class StackRecord:
         self._parts: list[tuple[dict[str, Any], dict[int, Any], dict[int, Any], int]] = []
         self._settings: dict[str, Any] = {}
         self._found: list[nn.Module] = []
+        self._awaited: list[AttentionSite] = []
         #: Number of fields of the stack's config; -1 before the first check, so that it never matches.
         self._number_of_fields = -1
         self._called: Any = None
@@ -117,7 +118,7 @@ class StackRecord:
         if not torch.compiler.is_compiling() and self._is_unchanged():
             return
         problem = answer_of(self.number, "problem")
-        self.encoding.runtime.unattended = set() if problem else {*answer_of(self.number, "_attentions_to_run")}
+        self.encoding.runtime.unattended = () if problem else answer_of(self.number, "_attentions_to_run")
         if problem:
             raise UnsupportedError(problem)
 
@@ -143,14 +144,18 @@ class StackRecord:
 
     def refuse_unattended(self) -> None:
         """Refuses a call in which a patched attention module did not run; in training only after many."""
-        compiling = torch.compiler.is_compiling()
+        runtime, compiling = self.encoding.runtime, torch.compiler.is_compiling()
+        runtime.unattended = tuple([number for number in runtime.unattended if self._awaited[number].awaited])
+        if not runtime.unattended:
+            return
         if self.stack.training and (compiling or self._missed < _MISSED_IN_TRAINING):
             self._missed += not compiling
             return
-        raise UnsupportedError(answer_of(self.number, "_unattended", *self.encoding.runtime.unattended))
+        raise UnsupportedError(answer_of(self.number, "_unattended", *runtime.unattended))
 
     def _unattended(self, *waiting: int) -> str:
-        path = next(path for path, module in self.stack.named_modules() if id(module) in waiting)
+        missed = self._awaited[waiting[0]].module
+        path = next(path for path, module in self.stack.named_modules() if module is missed)
         return (
             f"{path} of this {type(self.stack).__name__}, which patch_model has changed, did not run in this call ("
             f"{len(waiting)} such attention modules), so the scheme had no effect there. Something around it (a "
@@ -355,11 +360,18 @@ class StackRecord:
         return sorted(inside, reverse=True) == inside and sum(inside) <= len(in_layer & {*attentions})
 
     def _attentions_to_run(self) -> tuple[int, ...]:
-        """The ids of the attention modules in the layers that the config counts; for an early exit, fewer than all."""
+        """The numbers of the attention modules in the layers that the config counts, which are awaited now.
+
+        For an early exit, they are fewer than all.
+        """
         attentions, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
         counted = attentions[:depth] if fewer else attentions
-        return tuple(id(module) for module in counted if is_attention_site(module))
+        forwards = map(forward_on_instance, counted)
+        self._awaited = [site for site in forwards if isinstance(site, AttentionSite)]
+        for site in self._awaited:
+            site.awaited = True
+        return tuple(range(len(self._awaited)))
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.
