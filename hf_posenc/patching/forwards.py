@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
+#: A cell of a closure without a value, which has no attribute `cell_contents`.
+_EMPTY = types.CellType()
 #: Packages whose decorators and attention functions occur in stock models.
 _OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "liger_kernel", "hf_posenc")
 
@@ -150,7 +152,7 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     if isinstance(holder, functools.partial):
         inside += [holder.func, *holder.args, *holder.keywords.values()]
     if isinstance(holder, types.FunctionType):
-        cells = (cell.cell_contents for cell in holder.__closure__ or () if _is_filled(cell))
+        cells = (cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY)
         inside += [*cells, *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
         names = names_in(holder.__code__) - {"forward"}
         # A script holds the forward that it wraps under a global name.
@@ -159,14 +161,6 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     elif not isinstance(holder, types.MethodType):
         inside += getattr(holder, "__dict__", {}).values()
     return inside
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def unknown_seam(problem: str) -> UnsupportedError:
@@ -214,10 +208,8 @@ def globals_used(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str, An
     """The global names in the code of the forwards of some modules: the globals, the name, and the value."""
     codes: set[Any] = {inspect.unwrap(type(module).forward) for module in modules}
     functions = [code for code in codes if isinstance(code, types.FunctionType)]
-    names = [
-        (each.__globals__, name) for each in functions for code in codes_in(each.__code__) for name in code.co_names
-    ]
-    return [(namespace, name, namespace[name]) for namespace, name in names if name in namespace]
+    inside = [(each.__globals__, code.co_names) for each in functions for code in codes_in(each.__code__)]
+    return [(known, name, known[name]) for known, names in inside for name in names if name in known]
 
 
 def replaced_global(known: list[tuple[dict[str, Any], str, Any]]) -> str:
@@ -343,7 +335,9 @@ class OtherForward(PlacedForward):
 
 
 def zero_output(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Replaces the forward of a linear layer, or of a network that ends with one: zeros `(..., out_features)`."""
+    """Replaces the forward of a table, a linear layer, or a network that ends with one: zeros `(..., out_features)`."""
+    if isinstance(module, nn.Embedding):
+        return module.weight.new_zeros(()).expand(*inputs.shape, module.embedding_dim)
     width: Any = getattr(module, "out_features", None) or [*module.parameters()][-1].shape[0]
     return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
 
