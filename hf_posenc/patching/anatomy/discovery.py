@@ -46,12 +46,8 @@ SOURCE_LENGTH = "max_source_positions"
 def inner_part(module: nn.Module, config: Any) -> str | None:
     """The part of a stack that a module belongs to, if its config is a sub-config of the stack's config."""
     module_config = getattr(module, "config", None)
-    names = (
-        name
-        for name, inner in config.__dict__.items()
-        if isinstance(inner, PreTrainedConfig) and inner is module_config
-    )
-    name = next(names, None)
+    inside = ((name, inner) for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig))
+    name = next((name for name, inner in inside if inner is module_config), None)
     return None if name is None else name.removesuffix("_config")
 
 
@@ -187,9 +183,8 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
     stated = getattr(module, "is_causal", None)
     kind = type(stack.module).__name__
     encodes = "Encoder" in kind
-    is_decoder = "Decoder" in kind or any(
-        getattr(holder, "is_decoder", False) for holder in (stack.module.config, stack.module)
-    )
+    holders = (stack.module.config, stack.module)
+    is_decoder = "Decoder" in kind or any(getattr(holder, "is_decoder", False) for holder in holders)
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
     decodes = is_decoder and not (encodes and stated is False)
     if stated is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
@@ -308,9 +303,7 @@ def _find_relative(module: Any) -> RelativeMechanism | None:
     if isinstance(getattr(module, "distance_embedding", None), nn.Embedding):
         return _shaw(module)
     if isinstance(getattr(module, "linear_pos", None), nn.Linear) and hasattr(module, "pos_bias_u"):
-        weight = _transformer_xl(
-            *map(stored, (module.linear_pos, module, module), ("weight", "pos_bias_u", "pos_bias_v"))
-        )
+        weight = _transformer_xl(stored(module.linear_pos), stored(module, "pos_bias_u"), stored(module, "pos_bias_v"))
         names = ("linear_pos", "pos_bias_u", "pos_bias_v")
         return RelativeMechanism("Transformer-XL bias", TransformerXLConfig(), weight, None, names)
     if isinstance(getattr(module, "relative_k_proj", None), nn.Linear) and hasattr(module, "bias_u"):

@@ -61,7 +61,9 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     the output for the first token does not change. Models are run only if they have a stack whose
     attention modules have an `is_causal` that differs from the result of discovery, without a declared architecture.
     """
-    doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
+    undeclared = [(stack, stack.attentions[0]) for stack in stacks if stack.architecture.causal is None]
+    # The attribute may be missing, or no truth value.
+    doubtful = [stack for stack, first in undeclared if getattr(first.module, "is_causal", None) is (not first.causal)]
     if not doubtful:
         return
     first_last = functools.partial(attended_twice, chosen=lambda tokens: [*range(tokens - 1), 0])
@@ -79,12 +81,6 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
                 f"hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )
-
-
-def _disagrees_with_discovery(stack: Stack) -> bool:
-    first = stack.attentions[0]
-    stated = getattr(first.module, "is_causal", None)
-    return isinstance(stated, bool) and stated != first.causal
 
 
 def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
@@ -113,9 +109,8 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
     text = [stack for stack in stacks if stack.layout.takes_tokens]
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
-    silenced = [
-        stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack.module))
-    ]
+    rest = [stack for stack in others if not _nothing_found(stack)]
+    silenced = [stack for stack in rest if _is_silenced(stack) or has_other_code(stack.module)]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text:
@@ -128,9 +123,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
                         _refuse_order_of_tokens(anatomy, group)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
-                    if any(
-                        _nothing_found(stack) or _is_silenced(stack) or has_other_code(stack.module) for stack in group
-                    ):
+                    if any(_nothing_found(each) or _is_silenced(each) or has_other_code(each.module) for each in group):
                         raise
 
 

@@ -202,11 +202,8 @@ def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotatio
         raise several_tables(stack, [table.full_name for table in grid.tables])
     schemes = [_table_scheme(table, grid) for table in grid.tables]
     bias = bias_scheme(grid.biases, stack.module)
-    rotated = [
-        (attention, rotations[path])
-        for attention in stack.attentions
-        if (path := f"{stack.name}:{attention.path}") in rotations
-    ]
+    paths = ((attention, f"{stack.name}:{attention.path}") for attention in stack.attentions)
+    rotated = [(attention, rotations[path]) for attention, path in paths if path in rotations]
     if bias is not None:
         schemes.append(bias)
     if rotated:

@@ -281,10 +281,8 @@ def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
     """Converts the dictionary of a config with an entry from its form in memory to that of `config.json`."""
     disk = _with_sentence(memory)
     disk["model_type"] = STORED_MODEL_TYPE
-    disk["architectures"] = [
-        architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
-        for architecture in memory.get("architectures") or []
-    ]
+    plain = (name.removeprefix(ARCHITECTURE_PREFIX) for name in memory.get("architectures") or [])
+    disk["architectures"] = [ARCHITECTURE_PREFIX + name for name in plain]
     disk[ATTRIBUTE] = memory[ATTRIBUTE] | {
         "format": FORMAT,
         "hf_posenc_version": __version__,

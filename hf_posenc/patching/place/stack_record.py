@@ -172,11 +172,8 @@ class StackRecord:
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
         tables = {id(change.target) for change in forwards if isinstance(change.ours, TableSite)}
-        bare = [
-            (path, module)
-            for path, module in (*patched, *sites)
-            if forward_on_instance(module) is None and tables.isdisjoint(map(id, module.modules()))
-        ]
+        stock = ((path, module) for path, module in (*patched, *sites) if forward_on_instance(module) is None)
+        bare = [(path, module) for path, module in stock if tables.isdisjoint(map(id, module.modules()))]
         if bare:
             path, module = bare[0]
             more = f", and {len(bare) - 1} more" if len(bare) > 1 else ""
