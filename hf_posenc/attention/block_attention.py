@@ -258,10 +258,8 @@ class _BlockAttention(torch.autograd.Function):
         of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
         if bias.shape[0] != query.shape[0]:
             of_bias = of_bias.sum(0, keepdim=True)
-        heads_first = (
-            of_heads.reshape(like.shape).to(like.dtype)
-            for of_heads, like in ((of_query, query), (of_key, key), (of_value, value))
-        )
+        pairs = ((of_query, query), (of_key, key), (of_value, value))
+        heads_first = (of_heads.reshape(like.shape).to(like.dtype) for of_heads, like in pairs)
         return *heads_first, of_bias, None, None
 
 

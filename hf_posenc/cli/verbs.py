@@ -51,11 +51,10 @@ def _summary(model: PreTrainedModel, inspection: Inspection, tokenizer: Any) -> 
     length = context_length(model)
     reach = "" if length is None else f" for {length} tokens"
     differences = _differences(model, inspection, tokenizer, length)
-    agreement = "; ".join(differences) or (
-        "config and generation config agree, and there is no tokenizer"
-        if tokenizer is None
-        else "config, generation config and tokenizer agree"
-    )
+    agreed = "config, generation config and tokenizer agree"
+    if tokenizer is None:
+        agreed = "config and generation config agree, and there is no tokenizer"
+    agreement = "; ".join(differences) or agreed
     return f"in force: {ModelParts(model).label}{reach}; {agreement}; {'; '.join(_engines(model))}"
 
 

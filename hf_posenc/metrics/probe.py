@@ -92,10 +92,8 @@ class AttentionProbe(nn.Module):
 
     def _project(self, inputs: Tensor, index: int) -> Tensor:
         """`(length, hidden)` -> `(heads, length, head_dim)`, for query, key or value (`index` 0, 1, 2)."""
-        rows = [
-            self.in_projection[index].mv(self.projections[index].mv(row.clone())) + self.in_bias[index]
-            for row in inputs
-        ]
+        first, second, bias = self.projections[index], self.in_projection[index], self.in_bias[index]
+        rows = [second.mv(first.mv(row.clone())) + bias for row in inputs]
         return torch.stack(rows).unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, 1).contiguous()
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:

@@ -383,12 +383,8 @@ def rendered(result: Result, form: Form) -> str:
 def _table(
     result: Result, view: View, quantities: dict[str, Quantity], footnotes: dict[str, int]
 ) -> tuple[list[str], list[list[str]]]:
-    records = [
-        record
-        for record in result.records
-        if record.quantity in view.quantities
-        and all(record.at[key] in values for key, values in view.shown.items() if key in record.at)
-    ]
+    measured, shown = [each for each in result.records if each.quantity in view.quantities], view.shown.items()
+    records = [each for each in measured if all(each.at[key] in values for key, values in shown if key in each.at)]
 
     def heading(record: Record) -> tuple[str, str]:
         return record.quantity, quantities[record.quantity].heading.format(**record.at)
