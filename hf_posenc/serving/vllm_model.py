@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention import Attention
@@ -73,11 +72,7 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the weights of a checkpoint, including those of the scheme."""
         loaded = super().load_weights(without_mark(self.model, weights))
-        self._set_slopes()
-        return loaded
-
-    @torch.no_grad()
-    def _set_slopes(self) -> None:
         for module, bias in self._biases.items():
             slopes = getattr(module, VLLM_ATTN_ATTR).impl.alibi_slopes
-            slopes.copy_(bias.slopes_behind(slopes.device))
+            slopes.copy_(bias.slopes_behind(slopes.device).detach())
+        return loaded
