@@ -104,11 +104,14 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
     namespace = function.__globals__ | dict(replaced)
     # With `__name__`, dynamo would take the copy for the module itself and guard the globals of the module.
     namespace.pop("__name__", None)
-    rebound = types.FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
-    )
-    rebound.__kwdefaults__ = function.__kwdefaults__
-    return rebound
+    return _copied(function, namespace, function.__closure__)
+
+
+def _copied(function: Any, namespace: dict[str, Any], closure: tuple[Any, ...] | None) -> types.FunctionType:
+    """A function with the same code object."""
+    copied = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.FunctionType:
@@ -120,11 +123,7 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
     closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
     if closure == tuple(cells):
         return copied
-    outer = types.FunctionType(
-        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, closure
-    )
-    outer.__kwdefaults__ = decorated.__kwdefaults__
-    return outer
+    return _copied(decorated, decorated.__globals__, closure)
 
 
 def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:
@@ -198,9 +197,8 @@ def reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> b
     # As many queries as keys, because a function that is always causal may count from the first of both.
     query = keys[:, :1, :1].expand(-1, layer.num_heads, 3, -1)
     orders = (keys[:, :, [0, 1, 2]], keys[:, :, [1, 0, 2]])
-    first, other = (
-        function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
-    )
+    attend = functools.partial(function, scaling=layer.head_dim**-0.5, dropout=0.0)
+    first, other = (attend(attention, query, order, order, None)[0] for order in orders)
     return not torch.allclose(first[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
