@@ -168,9 +168,8 @@ def write_card(model: Any, folder: Path, name: str | None = None) -> None:
 def _card(model: Any, before: str | None, name: str | None, folder: str) -> str | None:
     """The new card; `None` if there is nothing to write."""
     earlier_section = _SECTION.search(before or "")
-    inner = next(
-        (module for module in model.modules() if isinstance(module, PreTrainedModel) and encodings(module)), None
-    )
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inner = next(filter(encodings, models), None)
     if inner is None:
         return before if earlier_section is None else _tagged(_replaced(before or "", ""), remove=_section_tags(before))
     encoding = current_encoding(inner)

@@ -86,9 +86,8 @@ class AttentionProbe(nn.Module):
         if parts.logit_scale is not None:
             scale = parts.logit_scale(positions)[0].double().unsqueeze(-1)
             query, bias = query * scale, bias * scale
-        return torch.stack(
-            [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
-        )
+        rows = [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
+        return torch.stack(rows)
 
     def _project(self, inputs: Tensor, index: int) -> Tensor:
         """`(length, hidden)` -> `(heads, length, head_dim)`, for query, key or value (`index` 0, 1, 2)."""

@@ -151,9 +151,8 @@ class PositionViews:
                 f"{implementation} splits a row where positions jump, so tokens behind a jump would not see those "
                 'before it. Load the model with attn_implementation="sdpa", which runs the same kernels on a GPU.'
             )
-        refused = [
-            name for name, value in inputs.items() if value is not None and (name in _REFUSED or is_cache(value))
-        ]
+        passed = ((name, value) for name, value in inputs.items() if value is not None)
+        refused = [name for name, value in passed if name in _REFUSED or is_cache(value)]
         if refused:
             raise UnsupportedError(
                 f"The inputs have {refused[0]}, with which positions are not free. Give plain rows, (batch, length), "

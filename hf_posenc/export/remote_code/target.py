@@ -89,9 +89,8 @@ class RemoteCodeExport(StockExport):
         mask = padded(_PADDED, _PADDED // 3)
         masks = [mask if self.parts.stacks[0][0].causal else mask.flip(-1)]
         written, runtime = self._loaded(form), f"transformers {transformers.__version__}"
-        yield from plain_checks(
-            float32_reference(self.model), masks, lambda inputs, _: run_plain(written, inputs), runtime, TOLERANCE
-        )
+        reference = float32_reference(self.model)
+        yield from plain_checks(reference, masks, lambda inputs, _: run_plain(written, inputs), runtime, TOLERANCE)
 
     def usage(self, form: StockForm) -> str:
         """The Auto class that loads it."""

@@ -57,11 +57,8 @@ _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe
 def position_tables(stack: Stack) -> list[PositionTable]:
     """The modules of a stack that are tables with a row for each position."""
     architecture = stack.architecture
-    named = stack.select(
-        lambda path, module: (
-            path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
-        )
-    )
+    name = None if architecture.table_is_rotary else _TABLE_NAME
+    named = stack.select(lambda path, module: path in architecture.tables or (name and name.search(path)))
     return [
         PositionTable(path, module, architecture.rows_before)
         for path, module in named

@@ -409,9 +409,8 @@ def has_other_code(holder: nn.Module) -> bool:
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:
     """Whether a token sees the two before it. A shorter window shows which tokens are next to it."""
     names = ("sliding_window", "window_size")
-    stated = [
-        getattr(holder, name) for holder in (attention.module, stack.config) for name in names if hasattr(holder, name)
-    ]
+    holders = (attention.module, stack.config)
+    stated = [getattr(holder, name) for holder in holders for name in names if hasattr(holder, name)]
     return not (stated and isinstance(stated[0], int) and 0 < stated[0] < _LENGTH)
 
 

@@ -260,9 +260,7 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
     }
     differing = []
     for name, pair in pairs.items():
-        halves = [
-            {dtype for dtype in _HALF_DTYPES if pair[side].dtype == dtype or whole[side, dtype]} for side in (0, 1)
-        ]
+        halves = [{each for each in _HALF_DTYPES if pair[side].dtype == each or whole[side, each]} for side in (0, 1)]
         expected, present = (sample.values for sample in pair)
         rounding = _ROUNDING * float(expected.abs().max()) if len(expected) else 0.0
         same = torch.allclose(expected, present, rtol=0, atol=rounding) or any(
@@ -358,9 +356,8 @@ def _places(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
 
 def _encode(sample: Sample) -> dict[str, str]:
     values = base64.b64encode(sample.values.numpy().astype("<f4").tobytes()).decode("ascii")
-    return {"values": values} | (
-        {"dtype": str(sample.dtype).removeprefix("torch.")} if sample.dtype in _HALF_DTYPES else {}
-    )
+    half = {"dtype": str(sample.dtype).removeprefix("torch.")} if sample.dtype in _HALF_DTYPES else {}
+    return {"values": values} | half
 
 
 def _decode(entry: Mapping[str, Any]) -> Sample:

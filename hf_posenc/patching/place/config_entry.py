@@ -370,9 +370,8 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
             continue
         if isinstance(name, SchemeName) and name.entry is not None:  # the config was copied from a patched model's
             target.__dict__[attribute] = str(name)
-        encoding.record.journal.set(
-            target, attribute, SchemeName(str(name), entry, model.base_model, _length(encoding))
-        )
+        named = SchemeName(str(name), entry, model.base_model, _length(encoding))
+        encoding.record.journal.set(target, attribute, named)
 
 
 def refresh_names(encoding: PositionEncoding, *, scheme_changed: bool = False) -> None:

@@ -66,9 +66,8 @@ class _Change:
     def is_in_place(self) -> bool:
         """Whether the attribute still has the patch's value."""
         present = self.target.__dict__.get(self.attribute)
-        return present is self.ours or (
-            type(present) is type(self.ours) and isinstance(present, _PLAIN) and present == self.ours
-        )
+        is_plain = type(present) is type(self.ours) and isinstance(present, _PLAIN)
+        return present is self.ours or (is_plain and present == self.ours)
 
 
 @dataclass

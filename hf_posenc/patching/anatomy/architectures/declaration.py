@@ -149,9 +149,8 @@ def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
                 if name == "forward":  # Other tools may wrap it.
                     patches.set_forward(module, OtherForward(module, substitute))
                 else:
-                    patches.replace(
-                        module, name, functools.partial(substitute, module) if callable(substitute) else substitute
-                    )
+                    value = functools.partial(substitute, module) if callable(substitute) else substitute
+                    patches.replace(module, name, value)
             patches.freeze(module, *unused)
 
     return silence
