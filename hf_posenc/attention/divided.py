@@ -42,11 +42,8 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
             nearest = int(starts.min())
             nearest_heads = query[:, :, start:stop], key[:, :, nearest:stop], value[:, :, nearest:stop]
             near = slots[nearest:stop]
-            parts = [
-                _part(
-                    *nearest_heads, additive_mask((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling
-                )
-            ]
+            visible = (near >= starts) & (near <= rows.unsqueeze(-1))
+            parts = [_part(*nearest_heads, additive_mask(visible, query.dtype), scaling)]
             for first, last in ((0, fewest), (fewest, most)):
                 if first < last:
                     far = other_query[:, :, start:stop], other_key[:, :, first:last], value[:, :, first:last]

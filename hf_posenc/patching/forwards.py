@@ -121,9 +121,7 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
         return rebound
     copied, cells = in_decorators(inner, rebound), getattr(decorated, "__closure__", None) or ()
     closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
-    if closure == tuple(cells):
-        return copied
-    return _copied(decorated, decorated.__globals__, closure)
+    return copied if closure == tuple(cells) else _copied(decorated, decorated.__globals__, closure)
 
 
 def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:

@@ -284,9 +284,7 @@ def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architectu
     if architecture.key_value_heads is not None:
         return architecture.key_value_heads(module)
     groups = first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
-    if groups:
-        return num_heads // groups
-    return first_int(module, _KEY_HEADS) or num_heads
+    return num_heads // groups if groups else first_int(module, _KEY_HEADS) or num_heads
 
 
 def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:

@@ -456,9 +456,7 @@ def _ids_at(state: ForwardState, slots: Tensor, query_ids: Tensor, irregular: bo
 
 def _real_at(state: ForwardState, slots: Tensor, ids: Tensor) -> Tensor:
     """`(batch or 1, slots)` bool: tokens that are not known to be padding."""
-    if _usable_mask(state) is None:
-        return ids >= 0
-    return _expected_ids(state, slots, ids) >= 0
+    return ids >= 0 if _usable_mask(state) is None else _expected_ids(state, slots, ids) >= 0
 
 
 def _has_even_spacing(ids: Tensor, real: Tensor | None = None) -> Tensor:

@@ -331,9 +331,7 @@ def _per_pair(phases: Tensor, layout: str) -> Tensor:
     """`(tokens, pairs)`: the cosine of each pair, from phases of any shape."""
     cosines = phases.real if phases.is_complex() else phases
     cosines = cosines.reshape(-1, cosines.shape[-1]).float()
-    if phases.is_complex() or layout.startswith("half"):
-        return cosines
-    return cosines[:, ::2]
+    return cosines if phases.is_complex() or layout.startswith("half") else cosines[:, ::2]
 
 
 def _agrees(angles: Tensor, positions: Positions, shown: Tensor) -> bool:
