@@ -55,10 +55,7 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
 
 def _part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """The result over some keys, and the logarithm of the sum of their weights, `(batch, heads, rows)`."""
-    result: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, attn_mask=mask, scale=scaling
-    )
-    return result
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scaling)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

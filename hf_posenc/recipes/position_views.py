@@ -141,8 +141,7 @@ class PositionViews:
 
     def logits(self, view: View, positions: Tensor) -> Tensor:
         """`(batch, length, vocabulary)` of a batch at `(batch, length)` positions."""
-        logits: Tensor = self.model(**(self._uncached | view.given | {"position_ids": positions})).logits
-        return logits
+        return self.model(**(self._uncached | view.given | {"position_ids": positions})).logits
 
     def _view(self, inputs: Mapping[str, Any], logits: Tensor) -> View:
         implementation = str(getattr(self.target.config, "_attn_implementation", ""))

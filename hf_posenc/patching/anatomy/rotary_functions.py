@@ -302,8 +302,7 @@ def cosines_in(output: Any) -> Tensor:
         return output
     first, second = output[:2]
     swapped = first.device.type != "meta" and not first[..., 0, :].any()
-    cosines: Tensor = second if swapped else first
-    return cosines
+    return second if swapped else first
 
 
 def angles_in(output: Any) -> Tensor:

@@ -294,8 +294,7 @@ class OwnConfig:
     @property
     def config(self) -> PreTrainedConfig:
         """The copy of the model's config."""
-        config: PreTrainedConfig = self._pairs[0][1]
-        return config
+        return self._pairs[0][1]
 
     def belongs_to(self, model: PreTrainedModel) -> bool:
         """Whether a model has this config, or the original of it."""
