@@ -254,11 +254,9 @@ def _key_of(
 
 def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
     """The shortest ending of a key that no other part shares."""
-    for count in range(1, len(key)):
-        suffix = key[-count:]
-        if not any(other != key and other[-count:] == suffix for other in known):
-            return ".".join(suffix)
-    return ".".join(key)
+    others = known - {key}
+    counts = (count for count in range(1, len(key)) if all(other[-count:] != key[-count:] for other in others))
+    return ".".join(key[-next(counts, len(key)) :])
 
 
 def reads_frames(model: Any) -> bool:

@@ -327,11 +327,8 @@ def _classes_of_peft(model: nn.Module) -> set[type]:
 def _offloaded(module: nn.Module, attribute: str) -> Tensor | None:
     """The values of a weight that accelerate has offloaded."""
     hook = module.__dict__.get("_hf_hook")
-    for inner in getattr(hook, "hooks", (hook,)):
-        weights = getattr(inner, "weights_map", None)
-        if weights is not None and attribute in weights:
-            return weights[attribute]
-    return None
+    maps = (getattr(inner, "weights_map", None) for inner in getattr(hook, "hooks", (hook,)))
+    return next((weights[attribute] for weights in maps if weights is not None and attribute in weights), None)
 
 
 def _spread(names: list[str], most: int) -> list[str]:

@@ -108,11 +108,10 @@ class TableSite(PlacedForward):
         cached = state.offset if state is not None and isinstance(state.offset, int) else 0
         needed = cached + (0 if state is None else state.query_length) + self.table.origin
         known = None if numbered is None else table_weight(numbered)
-        if known is None or known.shape[0] <= needed or known.device != weight.device:
+        if numbered is None or known is None or known.shape[0] <= needed or known.device != weight.device:
             rows = max(_NUMBERED_ROWS, weight.shape[0], 2 * needed)
             numbered = _with_weight(self.module, torch.arange(rows, dtype=torch.float32, device=weight.device))
             self._numbered = numbered
-        assert numbered is not None
         return numbered
 
     def _positions(self, state: ForwardState, rows: Tensor) -> Positions:

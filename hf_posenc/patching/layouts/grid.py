@@ -267,10 +267,8 @@ def _reads_spectrogram(config: Any) -> bool:
 def _pixel_argument(model: Any) -> str | None:
     """The argument that holds images, videos, or patches and the sizes of their grids."""
     names = list(forward_parameters(type(model)))
-    for name in names:
-        if name.startswith("pixel_values"):
-            return name
-    return names[1] if any(name in names for name in ("grid_thw", "spatial_shapes", "image_grid_thw")) else None
+    packed = any(name in names for name in ("grid_thw", "spatial_shapes", "image_grid_thw"))
+    return next((name for name in names if name.startswith("pixel_values")), names[1] if packed else None)
 
 
 def _channels(config: Any) -> int:

@@ -81,9 +81,7 @@ class StackRecord:
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
         #: The parameters that `patch_model` has initialised, and how often they had been written to then. Not by weak
         #: references, with which torch.utils.swap_tensors refuses a tensor.
-        self.new: list[tuple[nn.Parameter, int]] = []
-        if before is not None and before.encoding is encoding:
-            self.new = before.new
+        self.new: list[tuple[nn.Parameter, int]] = before.new if before and before.encoding is encoding else []
         #: Those among them that an adapter has frozen.
         self.frozen: list[nn.Parameter] = []
         self._reset()

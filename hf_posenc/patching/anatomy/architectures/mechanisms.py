@@ -140,11 +140,8 @@ def _relative_table(stack: Stack) -> SchemeConfig:
 
 def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     """The table of the layer itself, or that of the first layer if it computes the bias for all layers."""
-    for module in (attention.module, stack.attentions[0].module):
-        table = getattr(module, "relative_attention_bias", None)
-        if table is not None:
-            return stored(table)
-    return None
+    tables = (getattr(layer.module, "relative_attention_bias", None) for layer in (attention, stack.attentions[0]))
+    return next((stored(table) for table in tables if table is not None), None)
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
