@@ -226,9 +226,8 @@ def _section(
         (
             "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section."
             f"{f' Name: {name}.' if named else ''} Tags: {', '.join(_card_tags(scheme_names(encoding.config)))} -->",
-            f"## Position encoding\n\nThe position encoding of this `{class_name}` is "
-            f"`{encoding.config.label}`, {source}."
-            f"{f' Context: {report.context}.' if report.context else ''}",
+            f"## Position encoding\n\nThe position encoding of this `{class_name}` is `{encoding.config.label}`, "
+            f"{source}.{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
             f"### Programs that run it\n\n{_programs(inner, name, importable, adapter)}",
             f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\nThe scheme acts in "

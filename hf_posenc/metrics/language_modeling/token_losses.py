@@ -197,9 +197,8 @@ def language_targets(
         return causal_targets(windows)
     if tokenizer.mask_token_id is None:
         raise MeasurementError(
-            f"{type(model).__name__} sees both sides of a token, so it is measured on masked tokens, but the "
-            f"tokenizer {type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its "
-            f"mask_token."
+            f"{type(model).__name__} sees both sides of a token, so it is measured on masked tokens, but the tokenizer "
+            f"{type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its mask_token."
         )
     return masked_targets(windows, tokenizer.mask_token_id, probability=probability, seed=seed)
 

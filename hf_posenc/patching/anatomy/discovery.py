@@ -122,7 +122,13 @@ def read_attentions(stack: Stack) -> list[AttentionLayer]:
         _refuse_indexer(path, module)
         layers.append(_read_self_attention(path, module, stack, len(layers)))
     _refuse_other_attention(stack)
-    _refuse_two_sequences(stack)
+    sides = {path.split(".")[0] for path, _ in stack.self_attentions} & {"encoder", "decoder"}
+    if len(sides) == 2:
+        raise UnsupportedError(
+            f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
+            "so the positions of the two sequences in one call cannot be told apart. In code of your own, derive the "
+            "classes of both from PreTrainedModel."
+        )
     return layers
 
 
@@ -247,16 +253,6 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
                 "queries and keys of its own. No scheme acts in that selection, so it would keep its native positions. "
                 "Use an architecture without an indexer; in a model of several modalities, `part` chooses another part."
             )
-
-
-def _refuse_two_sequences(stack: Stack) -> None:
-    sides = {path.split(".")[0] for path, _ in stack.self_attentions} & {"encoder", "decoder"}
-    if len(sides) == 2:
-        raise UnsupportedError(
-            f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
-            "so the positions of the two sequences in one call cannot be told apart. In code of your own, derive the "
-            "classes of both from PreTrainedModel."
-        )
 
 
 def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> tuple[int, int]:

@@ -77,8 +77,7 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
                 f"tokens shows that it is {words[observed]}: {first.path}.is_causal is {first.module.is_causal}, which "
                 "contradicts the rest of the model. Some versions of transformers omit the mask of such a decoder "
                 "(UMT5 with sdpa before 5.18). Load the model with attn_implementation='eager', or use another version "
-                "or declare it: "
-                f"hf_posenc.register_architecture({stack.config.model_type!r}, "
+                f"or declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )
 

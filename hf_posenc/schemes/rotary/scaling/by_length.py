@@ -174,8 +174,7 @@ class LongRopeScaling(RopeScaling):
             if max_positions is None:
                 raise ValueError(
                     "LongRopeScaling.factor is None and the model's config has no length to infer it from. Give "
-                    "factor= (the "
-                    "extended length divided by original_max_positions) or attention_factor=."
+                    "factor= (the extended length divided by original_max_positions) or attention_factor=."
                 )
             factor = max_positions / self.original_max_positions
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(self.original_max_positions))
