@@ -114,10 +114,9 @@ def patch(options: argparse.Namespace) -> int:
     part = Anatomy(model).part(options.part)
     in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
     if in_force is not None and not options.replace:
-        label = in_force.label
         raise UsageError(
-            f"{options.model} already has the position encoding {label}, which its weights were "
-            f"trained with, and {config.name} would replace it. To keep it in a form that needs no hf_posenc, run: "
+            f"{options.model} already has the position encoding {in_force.label}, which its weights were trained with, "
+            f"and {config.name} would replace it. To keep it in a form that needs no hf_posenc, run: "
             f"hf-posenc export {shlex.quote(options.model)} --output DIR. To replace it anyway, add --replace."
         )
     before = context_length(model)
