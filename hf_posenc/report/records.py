@@ -229,9 +229,8 @@ class Result:
 
         schemes = {subject.label: subject.scheme for subject in self.subjects}
         rows = [asdict(record) for record in self.records]
-        return pandas.DataFrame(
-            {"task": self.task, "scheme": schemes[row["subject"]]} | row.pop("at") | row for row in rows
-        )
+        flat = ({"task": self.task, "scheme": schemes[row["subject"]]} | row.pop("at") | row for row in rows)
+        return pandas.DataFrame(flat)
 
     def table(self, *, markdown: bool = False) -> str:
         """Returns the result as readable text, with plain or Markdown tables."""

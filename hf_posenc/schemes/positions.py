@@ -180,9 +180,8 @@ class Positions:
         if known is None:
             layers = Layers(self.memo[AlikeParts].of(part))
             values = layers.apart(of_each(layers, compute))
-            self.memo.update(
-                {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
-            )
+            for layer, value in zip(layers, values, strict=True):
+                self.memo[AlikeParts, name, id(layer)] = value
             known = self.memo[AlikeParts, name, id(part)]
         return known
 

@@ -37,9 +37,8 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def recursive_replace(self) -> None:
         """Replaces the layers of the model by those of vLLM, and keeps the scheme in place."""
         sites = sites_for_engine(self.model, VLLM)
-        self._biases: dict[Any, Any] = {
-            site.module: bias for site in sites if (bias := site.encoding.logit_bias) is not None
-        }
+        biased = (site for site in sites if site.encoding.logit_bias is not None)
+        self._biases: dict[Any, Any] = {site.module: site.encoding.logit_bias for site in biased}
         for site in sites:
             site.encoding = dataclasses.replace(site.encoding, logit_bias=None)  # The kernels of vLLM add it.
         super().recursive_replace()

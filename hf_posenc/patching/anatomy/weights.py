@@ -81,9 +81,8 @@ def copied(module: Module, change: Callable[[Tensor], Tensor]) -> Module:
         del state["forward"]
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: None if weight is None else change(weight) for name, weight in state[kind].items()}
-    state["_modules"] = {
-        name: None if child is None else copied(child, change) for name, child in module._modules.items()
-    }
+    children = module._modules.items()
+    state["_modules"] = {name: None if child is None else copied(child, change) for name, child in children}
     return made
 
 
