@@ -55,8 +55,7 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def _attention_with_slopes(self, *, prefix: str, **arguments: Any) -> Attention:
         """Creates the attention of one layer. vLLM's backend passes no slopes."""
         path = prefix.removeprefix(self._prefix).removeprefix(".").removesuffix(f".{VLLM_ATTN_ATTR}")
-        module = self.get_submodule(path)
-        bias = self._biases.get(module)
+        bias = self._biases.get(self.get_submodule(path))
         # The values follow with the weights, because slopes may be parameters.
         slopes = None if bias is None else [0.0] * arguments["num_heads"]
         attention = Attention(prefix=prefix, alibi_slopes=slopes, **arguments)

@@ -158,8 +158,7 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
 
 def _is_silenced(stack: Stack) -> bool:
     """Whether a mechanism is disabled that is neither a table nor a rotary function."""
-    declared = stack.mechanism or stack.architecture.rotary_method
-    return bool(declared or stack.layout.biases)
+    return bool(stack.mechanism or stack.architecture.rotary_method or stack.layout.biases)
 
 
 def _nothing_found(stack: Stack) -> bool:

@@ -210,8 +210,7 @@ class AddToHiddenStates(OfStack):
     def _add(self, hidden_states: Tensor, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.runtime.layout.has_axes:
             return self._add_on_grid(hidden_states, kwargs.get("position_embeddings"))
-        time_axis = 0 if self.runtime.time_major else -2
-        length = hidden_states.shape[time_axis]
+        length = hidden_states.shape[0 if self.runtime.time_major else -2]
         if is_outside(self.runtime):
             state = state_of_layer(self.runtime, layer, args, kwargs, length).on(hidden_states.device)
         else:
