@@ -264,12 +264,11 @@ class StackEncoding(nn.Module):
 
     def follow_layers(self, stack: Stack) -> None:
         """Moves every part to the device of the first layer that uses it."""
-        for attention, layer in reversed(list(zip(stack.attentions, self.layers, strict=True))):
+        places = [(attention.module, layer) for attention, layer in zip(stack.attentions, self.layers, strict=True)]
+        across = [(stack.module.get_submodule(path), layer) for path, layer in self.cross.items()]
+        for module, layer in (*reversed(places), *across):
             for part in layer.parts:
-                part.to(execution_device(attention.module))
-        for path, layer in self.cross.items():
-            for part in layer.parts:
-                part.to(execution_device(stack.module.get_submodule(path)))
+                part.to(execution_device(module))
 
 
 def _one_additive(added_by: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
