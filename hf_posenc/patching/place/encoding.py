@@ -131,9 +131,8 @@ class LayerEncoding:
         #: Whether layers of the kind only have to rotate their queries, if keys were rotated before they were cached.
         self.differs_in_rotation = self.only_rotates_by_input and rotates and not (again or self.shard)
         #: A name of the layers that leave their checks to the first of them; `None` if each checks.
-        self.checked_with: Hashable = self.identity if self.repeats_bias else None
-        if self.differs_in_rows or self.differs_in_rotation:
-            self.checked_with = self.kind
+        of_kind = self.differs_in_rows or self.differs_in_rotation
+        self.checked_with: Hashable = self.kind if of_kind else self.identity if self.repeats_bias else None
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
         #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.
