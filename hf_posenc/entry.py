@@ -19,6 +19,8 @@ MODEL_TYPE = "hf_posenc"
 STORED_MODEL_TYPE = (
     f"{MODEL_TYPE} ({INSTALL}, then import hf_posenc before loading this model; updating Transformers does not help)"
 )
+#: Prefix of the names of classes under `architectures` in `config.json`.
+CLASS_PREFIX = f"{MODEL_TYPE}."
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
 #: The attribute of a config whose model runs the code of an export to "remote_code".

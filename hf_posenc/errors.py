@@ -58,9 +58,7 @@ class UnknownNameError(PositionEncodingError, ValueError):
     ) -> None:
         known = self.known = sorted(known)
         name = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
-        if not hint:
-            close = close_names(name, known)
-            hint = did_you_mean(close)
+        hint = hint or did_you_mean(close_names(name, known))
         of_whom = f" of {owner}" if owner else ""
         listed = f"Known: {', '.join(known) or 'none'}."
         if listing and len(known) > _MOST_LISTED:

@@ -6,11 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.entry import ADAPTER_CONFIG
+from hf_posenc.entry import ADAPTER_CONFIG, CLASS_PREFIX
 from hf_posenc.errors import UsageError
 from hf_posenc.installation import require
-
-_ARCHITECTURE_PREFIX = "hf_posenc."
 
 
 def model_class(config: Any) -> Any:
@@ -24,7 +22,7 @@ def model_class(config: Any) -> Any:
     architectures = getattr(config, "architectures", None)
     if not architectures:
         return transformers.AutoModel
-    wanted = architectures[0].removeprefix(_ARCHITECTURE_PREFIX)
+    wanted = architectures[0].removeprefix(CLASS_PREFIX)
     candidate = getattr(transformers, wanted, None)
     if isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel):
         return candidate

@@ -195,9 +195,7 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
     """Evaluation mode without the caller's hooks. Restores attributes, containers, buffers and configs."""
     configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     owners = [*map(vars, modules), *map(vars, configs.values())]
-    inside = [
-        value for owner in owners for name, value in owner.items() if name != _MOVED and type(value) in _CONTAINERS
-    ]
+    inside = [each for owner in owners for name, each in owner.items() if name != _MOVED and type(each) in _CONTAINERS]
     contents = [(value, value.copy()) for value in (*owners, *inside)]
     present = [buffer for module in modules for buffer in module._buffers.values() if type(buffer) is Tensor]
     small = [buffer for buffer in present if not buffer.is_meta and buffer.numel() <= _LARGEST_COPY]

@@ -409,9 +409,8 @@ class LookUp:
 
     def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         batch, head, query, key = pair
-        bias = None
-        if self.of_distances is not None:
-            bias = self.of_distances[head, key - query + (self.query_length - 1)]
+        table = self.of_distances
+        bias = None if table is None else table[head, key - query + (self.query_length - 1)]
         if self.of_keys is not None and self.of_queries is not None:
             if self.of_keys.shape[0] == 1:
                 batch = torch.zeros_like(batch)

@@ -242,9 +242,7 @@ class _BlockAttention(torch.autograd.Function):
         query, key, value, bias = ctx.saved_tensors
         heads, dtype = query.shape[1], torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device):
-            queries, keys, values, outputs = (
-                tensor.to(dtype).flatten(0, 1) for tensor in (query, key, value, gradient)
-            )
+            queries, keys, values, outputs = (each.to(dtype).flatten(0, 1) for each in (query, key, value, gradient))
             of_pairs = bias.to(dtype).expand(query.shape[0], -1, -1, -1).flatten(0, 1)
             scores = torch.baddbmm(of_pairs, queries, keys.transpose(1, 2), alpha=ctx.scaling)
             probabilities = scores.softmax(-1)
@@ -258,10 +256,8 @@ class _BlockAttention(torch.autograd.Function):
         of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
         if bias.shape[0] != query.shape[0]:
             of_bias = of_bias.sum(0, keepdim=True)
-        heads_first = (
-            of_heads.reshape(like.shape).to(like.dtype)
-            for of_heads, like in ((of_query, query), (of_key, key), (of_value, value))
-        )
+        pairs = ((of_query, query), (of_key, key), (of_value, value))
+        heads_first = (of_heads.reshape(like.shape).to(like.dtype) for of_heads, like in pairs)
         return *heads_first, of_bias, None, None
 
 

@@ -52,8 +52,7 @@ def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:
     of_rows = torch.vmap(at_own_key, in_dims=(None, None, 0))
     of_heads = torch.vmap(of_rows, in_dims=(None, 0, None))
     of_items = torch.vmap(of_heads, in_dims=(0, None, None))
-    visible: Tensor = of_items(*(torch.arange(count, device=query.device) for count in (batch, heads, query_length)))
-    return visible
+    return of_items(*(torch.arange(count, device=query.device) for count in (batch, heads, query_length)))
 
 
 def _intersection(mask: BlockMask, windows: Windows) -> BlockMask:

@@ -55,9 +55,8 @@ def attention_by_blocks(
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         bias = known.get(start)
-        rows_mask = (
-            mask_of_rows(mask, causal, start, stop, seen, query.device) if bias is None or mask is not None else None
-        )
+        masked = bias is None or mask is not None
+        rows_mask = mask_of_rows(mask, causal, start, stop, seen, query.device) if masked else None
         if not plain:
             return attend_with_mask(call, form.rows(start, stop, seen), rows_mask, module, query, key, value)
         empty = None if mask is None or rows_mask is None else rows_without_keys(rows_mask)

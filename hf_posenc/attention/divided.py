@@ -42,11 +42,8 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
             nearest = int(starts.min())
             nearest_heads = query[:, :, start:stop], key[:, :, nearest:stop], value[:, :, nearest:stop]
             near = slots[nearest:stop]
-            parts = [
-                _part(
-                    *nearest_heads, additive_mask((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling
-                )
-            ]
+            visible = (near >= starts) & (near <= rows.unsqueeze(-1))
+            parts = [_part(*nearest_heads, additive_mask(visible, query.dtype), scaling)]
             for first, last in ((0, fewest), (fewest, most)):
                 if first < last:
                     far = other_query[:, :, start:stop], other_key[:, :, first:last], value[:, :, first:last]
@@ -58,10 +55,7 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
 
 def _part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """The result over some keys, and the logarithm of the sum of their weights, `(batch, heads, rows)`."""
-    result: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, attn_mask=mask, scale=scaling
-    )
-    return result
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scaling)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -159,9 +159,7 @@ def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> 
     slots up to the newest query.
     """
     start = offset + query_length - key_length
-    if isinstance(start, Tensor):
-        return start.clamp(min=0)
-    return max(start, 0)
+    return start.clamp(min=0) if isinstance(start, Tensor) else max(start, 0)
 
 
 def distance_form(

@@ -202,9 +202,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     learned = list(ctx.needs_input_grad[3:5])
-    *of_heads, of_vector, of_terms = _fused_attention_backward(
-        gradient, *ctx.saved_tensors, ctx.scaling, ctx.causal, learned
-    )
+    given = (*ctx.saved_tensors, ctx.scaling, ctx.causal, learned)
+    *of_heads, of_vector, of_terms = _fused_attention_backward(gradient, *given)
     return *of_heads, of_vector if learned[0] else None, of_terms if learned[1] else None, None, None, None, None
 
 

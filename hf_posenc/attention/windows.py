@@ -169,9 +169,8 @@ def _windows_of_distance(call: Call, vector: Tensor) -> Windows:
 
 
 def _windows_of_terms(call: Call, terms: Tensor, most: Tensor) -> Windows:
-    needed = (
-        _needed_sum(call).to(terms.dtype) + terms[..., call.key.shape[2] - call.query.shape[2] :] - most.unsqueeze(-1)
-    )
+    of_queries = terms[..., call.key.shape[2] - call.query.shape[2] :]
+    needed = _needed_sum(call).to(terms.dtype) + of_queries - most.unsqueeze(-1)
     first = _first_needed_key(terms, needed).minimum(call.own_keys)
     last = call.own_keys if call.causal else call.own_keys.new_tensor(call.key.shape[2] - 1)
     return Windows(first, last.expand_as(first), call.key.shape[2])

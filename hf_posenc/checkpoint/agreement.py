@@ -289,10 +289,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="pt") as file:
             below = {name: below_position_encoding(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
             slices = {below_name: file.get_slice(name) for name, below_name in below.items() if below_name}
-            return {
-                name: StoredTensor(tuple(part.get_shape()), "F" in part.get_dtype(), path.name)
-                for name, part in slices.items()
-            }
+            kinds = {name: (tuple(part.get_shape()), "F" in part.get_dtype()) for name, part in slices.items()}
+            return {name: StoredTensor(*kind, path.name) for name, kind in kinds.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors ({error}). The file is damaged or incomplete: download or save the "

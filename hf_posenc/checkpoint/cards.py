@@ -168,9 +168,8 @@ def write_card(model: Any, folder: Path, name: str | None = None) -> None:
 def _card(model: Any, before: str | None, name: str | None, folder: str) -> str | None:
     """The new card; `None` if there is nothing to write."""
     earlier_section = _SECTION.search(before or "")
-    inner = next(
-        (module for module in model.modules() if isinstance(module, PreTrainedModel) and encodings(module)), None
-    )
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inner = next(filter(encodings, models), None)
     if inner is None:
         return before if earlier_section is None else _tagged(_replaced(before or "", ""), remove=_section_tags(before))
     encoding = current_encoding(inner)
@@ -227,9 +226,8 @@ def _section(
         (
             "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section."
             f"{f' Name: {name}.' if named else ''} Tags: {', '.join(_card_tags(scheme_names(encoding.config)))} -->",
-            f"## Position encoding\n\nThe position encoding of this `{class_name}` is "
-            f"`{encoding.config.label}`, {source}."
-            f"{f' Context: {report.context}.' if report.context else ''}",
+            f"## Position encoding\n\nThe position encoding of this `{class_name}` is `{encoding.config.label}`, "
+            f"{source}.{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
             f"### Programs that run it\n\n{_programs(inner, name, importable, adapter)}",
             f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\nThe scheme acts in "

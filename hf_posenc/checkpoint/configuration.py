@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
+from hf_posenc.entry import ATTRIBUTE, CLASS_PREFIX, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
 from hf_posenc.patching.place.config_entry import (
-    ARCHITECTURE_PREFIX,
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
@@ -90,7 +89,7 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
         raise damaged(source, f"architectures {shown(architectures)}", "a list of names of model classes")
     return without_sentence(disk) | {
         "model_type": base_model_type,
-        "architectures": [name.removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None,
+        "architectures": [name.removeprefix(CLASS_PREFIX) for name in architectures] or None,
         ATTRIBUTE: {key: value for key, value in entry.items() if key not in _FILE_FIELDS},
     }
 

@@ -19,7 +19,7 @@ from hf_posenc.checkpoint.saving import (
     save_pretrained,
     upload_modified_files,
 )
-from hf_posenc.entry import ATTRIBUTE, read_entry
+from hf_posenc.entry import ATTRIBUTE, CLASS_PREFIX, read_entry
 from hf_posenc.errors import warn_user
 from hf_posenc.wrapping import Call, wrap
 
@@ -81,10 +81,8 @@ def _get_engine_config(call: Call) -> Any:
         return config
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX
-
-    names = [name.removeprefix(ARCHITECTURE_PREFIX) for name in config.architectures or []]
+    names = [name.removeprefix(CLASS_PREFIX) for name in config.architectures or []]
     generates = ENGINE_ARCHITECTURE in names or set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     # The plug-ins have no implementation of other tasks, whose classes keep the names in `config.json`.
-    config.architectures = [ENGINE_ARCHITECTURE] if generates else [ARCHITECTURE_PREFIX + name for name in names]
+    config.architectures = [ENGINE_ARCHITECTURE] if generates else [CLASS_PREFIX + name for name in names]
     return config

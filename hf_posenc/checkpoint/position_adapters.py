@@ -234,9 +234,7 @@ def _load_parameters(encoding: PositionEncoding, parameters: Mapping[str, Tensor
             "base model with a device_map that keeps `position_encoding` in memory."
         )
     if shared:
-        other = [
-            name for name, parameter in placed.items() if not torch.equal(parameter, parameters[name].to(parameter))
-        ]
+        other = [name for name, weight in placed.items() if not torch.equal(weight, parameters[name].to(weight))]
         if other:
             raise UnsupportedError(
                 f"The adapters of this model share the scheme {encoding.config.name!r}, but {source} was trained with "

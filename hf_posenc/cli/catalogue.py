@@ -85,9 +85,8 @@ def _description(config: type[SchemeConfig]) -> str:
         default = defaults[field.name]
         lines.append(f"  {field.name}: {kind_of(field)}, {'' if default == REQUIRED else 'default '}{_typed(default)}")
         width = (terminal_width() or 120) - 6
-        lines += [
-            f"      {line}" for line in textwrap.wrap(meanings.get(field.name, ""), width, break_long_words=False)
-        ]
+        wrapped = textwrap.wrap(meanings.get(field.name, ""), width, break_long_words=False)
+        lines += [f"      {line}" for line in wrapped]
     return "\n".join([*lines, "", f"More: help({config.__module__}.{config.__name__})"])
 
 

@@ -51,11 +51,10 @@ def _summary(model: PreTrainedModel, inspection: Inspection, tokenizer: Any) -> 
     length = context_length(model)
     reach = "" if length is None else f" for {length} tokens"
     differences = _differences(model, inspection, tokenizer, length)
-    agreement = "; ".join(differences) or (
-        "config and generation config agree, and there is no tokenizer"
-        if tokenizer is None
-        else "config, generation config and tokenizer agree"
-    )
+    agreed = "config, generation config and tokenizer agree"
+    if tokenizer is None:
+        agreed = "config and generation config agree, and there is no tokenizer"
+    agreement = "; ".join(differences) or agreed
     return f"in force: {ModelParts(model).label}{reach}; {agreement}; {'; '.join(_engines(model))}"
 
 
@@ -115,10 +114,9 @@ def patch(options: argparse.Namespace) -> int:
     part = Anatomy(model).part(options.part)
     in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
     if in_force is not None and not options.replace:
-        label = in_force.label
         raise UsageError(
-            f"{options.model} already has the position encoding {label}, which its weights were "
-            f"trained with, and {config.name} would replace it. To keep it in a form that needs no hf_posenc, run: "
+            f"{options.model} already has the position encoding {in_force.label}, which its weights were trained with, "
+            f"and {config.name} would replace it. To keep it in a form that needs no hf_posenc, run: "
             f"hf-posenc export {shlex.quote(options.model)} --output DIR. To replace it anyway, add --replace."
         )
     before = context_length(model)

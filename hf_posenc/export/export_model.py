@@ -194,11 +194,8 @@ def _outdated_in(place: Path, files: Collection[str]) -> set[str]:
 def _files_of(place: Path) -> set[str]:
     """Files of an earlier export in a folder. Names that lead out of the folder are ignored."""
     inside = place.resolve()
-    return {
-        name
-        for name in files_in(place / MANIFEST)
-        if "\0" not in name and (place / name).is_file() and (place / name).parent.resolve().is_relative_to(inside)
-    }
+    files = {name for name in files_in(place / MANIFEST) if "\0" not in name and (place / name).is_file()}
+    return {name for name in files if (place / name).parent.resolve().is_relative_to(inside)}
 
 
 def _repository(name: Any, options: Mapping[str, Any]) -> str | None:
@@ -233,11 +230,9 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
         library_name="transformers" if report.target in OF_TRANSFORMERS else report.target,
         base_model=None if base == repository else base,
     )  # fmt: skip
-    scheme = (
-        f"The position encoding of a stock `{class_name}`."
-        if encoding is None
-        else scheme_section(encoding.config.to_dict(), class_name)
-    )
+    scheme = f"The position encoding of a stock `{class_name}`."
+    if encoding is not None:
+        scheme = scheme_section(encoding.config.to_dict(), class_name)
     text = card_text(
         data,
         f"# {name}",

@@ -118,11 +118,8 @@ class ModelParts:
     @cached_property
     def layers(self) -> list[Layer]:
         """The attention layers, stack by stack."""
-        return [
-            Layer(stack, attention, parts)
-            for stack, encoding in self.stacks
-            for attention, parts in zip(stack.attentions, encoding.layers, strict=True)
-        ]
+        layers = ((stack, zip(stack.attentions, encoding.layers, strict=True)) for stack, encoding in self.stacks)
+        return [Layer(stack, attention, parts) for stack, pairs in layers for attention, parts in pairs]
 
     @property
     def stack(self) -> Stack:

@@ -160,11 +160,9 @@ class Session:
     def __call__(self, tensors: dict[str, Tensor], past: Past) -> dict[str, Tensor]:
         """Runs it. Inputs that the graph does not read are left out."""
         names = ("key", "value")
-        given = tensors | {
-            f"past_key_values.{index}.{name}": tensor
-            for index, pair in enumerate(past)
-            for name, tensor in zip(names, pair, strict=True)
-        }
+        layers = [(index, zip(names, pair, strict=True)) for index, pair in enumerate(past)]
+        cached = {f"past_key_values.{index}.{name}": tensor for index, layer in layers for name, tensor in layer}
+        given = tensors | cached
         feed = {name: np.ascontiguousarray(given[name].numpy()) for name in self.inputs}
         try:
             outputs = self.session.run(None, feed)

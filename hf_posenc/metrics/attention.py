@@ -55,13 +55,9 @@ def attention_test(
         figures = []
         for window in windows.split(1):
             read = run(patched, window, attention_mask=torch.ones_like(window), wanted="attentions").attentions
-            layers = [weights.cpu().double() for weights in read]
-            figures.append(
-                [
-                    [float((layer * apart).sum(-1).mean()), float(torch.special.entr(layer).sum(-1).mean())]
-                    for layer in layers
-                ]
-            )
+            layers = (weights.cpu().double() for weights in read)
+            summed = ((layer * apart, torch.special.entr(layer)) for layer in layers)
+            figures.append([[float(each.sum(-1).mean()) for each in pair] for pair in summed])
         means = torch.tensor(figures, dtype=torch.float64).mean(0)
         return [
             Record("", quantity, value, {"layer": layer}, count=windows.shape[0])

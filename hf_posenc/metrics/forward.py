@@ -44,9 +44,8 @@ def run(
         raise UnsupportedError(f"{type(stack).__name__} takes no position_ids.")
     device = model.get_input_embeddings().weight.device
     given = {"attention_mask": attention_mask, "position_ids": position_ids}
-    options: dict[str, Any] = {
-        name: tensor.to(device) for name, tensor in given.items() if tensor is not None and name in accepted
-    }
+    present = ((name, tensor) for name, tensor in given.items() if tensor is not None)
+    options: dict[str, Any] = {name: tensor.to(device) for name, tensor in present if name in accepted}
     options |= {"use_cache": False} if "use_cache" in accepted else {}
     options |= {f"output_{wanted}": True, "return_dict": True} if wanted else {}
     with evaluation_mode(model):

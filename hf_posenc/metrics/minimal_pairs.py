@@ -216,11 +216,8 @@ def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
     right, tied = (scores[:, 0] > scores[:, 1]).tolist(), (scores[:, 0] == scores[:, 1]).tolist()
     groups: dict[str, list[int]] = {ALL: list(range(len(pairs)))}
     # Congruent and incongruent come before the conditions that they consist of.
-    named = [
-        (depth, pair.conditions, name, index)
-        for index, pair in enumerate(pairs)
-        for depth, name in enumerate(pair.conditions)
-    ]
+    conditions = [(index, pair.conditions) for index, pair in enumerate(pairs)]
+    named = [(depth, names, name, index) for index, names in conditions for depth, name in enumerate(names)]
     for _, _, name, index in sorted(named):
         groups.setdefault(name, []).append(index)
     records = []

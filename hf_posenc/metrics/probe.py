@@ -86,16 +86,13 @@ class AttentionProbe(nn.Module):
         if parts.logit_scale is not None:
             scale = parts.logit_scale(positions)[0].double().unsqueeze(-1)
             query, bias = query * scale, bias * scale
-        return torch.stack(
-            [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
-        )
+        rows = [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
+        return torch.stack(rows)
 
     def _project(self, inputs: Tensor, index: int) -> Tensor:
         """`(length, hidden)` -> `(heads, length, head_dim)`, for query, key or value (`index` 0, 1, 2)."""
-        rows = [
-            self.in_projection[index].mv(self.projections[index].mv(row.clone())) + self.in_bias[index]
-            for row in inputs
-        ]
+        first, second, bias = self.projections[index], self.in_projection[index], self.in_bias[index]
+        rows = [second.mv(first.mv(row.clone())) + bias for row in inputs]
         return torch.stack(rows).unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, 1).contiguous()
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:

@@ -408,12 +408,11 @@ def order_sensitivity(
         raise MeasurementError(f"attention_mask is {tuple(mask.shape)}, but input_ids is {tuple(input_ids.shape)}.")
     generator = torch.Generator().manual_seed(seed)
     real = [row.nonzero().flatten().tolist() for row in mask.cpu()]
-    pairs = [
-        _drawn_swap(ids.tolist(), slots[:-1], index, generator)
-        if swap is None
-        else _checked_swap(ids.tolist(), slots[:-1], swap)
-        for index, (ids, slots) in enumerate(zip(input_ids.cpu(), real, strict=True))
-    ]
+    tokens = [(ids.tolist(), slots[:-1]) for ids, slots in zip(input_ids.cpu(), real, strict=True)]
+    if swap is None:
+        pairs = [_drawn_swap(*row, index, generator) for index, row in enumerate(tokens)]
+    else:
+        pairs = [_checked_swap(*row, swap) for row in tokens]
     swapped_ids = input_ids.clone()
     for row, (left, right) in enumerate(pairs):
         swapped_ids[row, left], swapped_ids[row, right] = input_ids[row, right], input_ids[row, left]

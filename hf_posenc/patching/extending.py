@@ -206,9 +206,8 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
     scalings = [scheme.scaling for scheme in rotations if scheme.scaling is not None]
     original: list[Any] = [getattr(scaling, "original_max_positions", None) for scaling in scalings]
     # The config may state the length before the scaling, which then states both.
-    trained = max(
-        [stated, *(scaling.made_for(None) or 0 for scaling in scalings if hasattr(scaling, "original_max_positions"))]
-    )
+    extending = (scaling for scaling in scalings if hasattr(scaling, "original_max_positions"))
+    trained = max([stated, *(scaling.made_for(None) or 0 for scaling in extending)])
     unscaled = stated if not original else None if None in original else min(original)
     layers = {attention.layer for stack in stacks for attention in stack.attentions}
     far = far_layers(native, spans) & layers

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
+#: A cell of a closure without a value, which has no attribute `cell_contents`.
+_EMPTY = types.CellType()
 #: Packages whose decorators and attention functions occur in stock models.
 _OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "liger_kernel", "hf_posenc")
 
@@ -102,11 +104,14 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
     namespace = function.__globals__ | dict(replaced)
     # With `__name__`, dynamo would take the copy for the module itself and guard the globals of the module.
     namespace.pop("__name__", None)
-    rebound = types.FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
-    )
-    rebound.__kwdefaults__ = function.__kwdefaults__
-    return rebound
+    return _copied(function, namespace, function.__closure__)
+
+
+def _copied(function: Any, namespace: dict[str, Any], closure: tuple[Any, ...] | None) -> types.FunctionType:
+    """A function with the same code object."""
+    copied = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.FunctionType:
@@ -116,13 +121,7 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
         return rebound
     copied, cells = in_decorators(inner, rebound), getattr(decorated, "__closure__", None) or ()
     closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
-    if closure == tuple(cells):
-        return copied
-    outer = types.FunctionType(
-        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, closure
-    )
-    outer.__kwdefaults__ = decorated.__kwdefaults__
-    return outer
+    return copied if closure == tuple(cells) else _copied(decorated, decorated.__globals__, closure)
 
 
 def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:
@@ -150,7 +149,7 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     if isinstance(holder, functools.partial):
         inside += [holder.func, *holder.args, *holder.keywords.values()]
     if isinstance(holder, types.FunctionType):
-        cells = (cell.cell_contents for cell in holder.__closure__ or () if _is_filled(cell))
+        cells = (cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY)
         inside += [*cells, *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
         names = names_in(holder.__code__) - {"forward"}
         # A script holds the forward that it wraps under a global name.
@@ -159,14 +158,6 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     elif not isinstance(holder, types.MethodType):
         inside += getattr(holder, "__dict__", {}).values()
     return inside
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def unknown_seam(problem: str) -> UnsupportedError:
@@ -204,9 +195,8 @@ def reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> b
     # As many queries as keys, because a function that is always causal may count from the first of both.
     query = keys[:, :1, :1].expand(-1, layer.num_heads, 3, -1)
     orders = (keys[:, :, [0, 1, 2]], keys[:, :, [1, 0, 2]])
-    first, other = (
-        function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
-    )
+    attend = functools.partial(function, scaling=layer.head_dim**-0.5, dropout=0.0)
+    first, other = (attend(attention, query, order, order, None)[0] for order in orders)
     return not torch.allclose(first[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
@@ -214,10 +204,8 @@ def globals_used(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str, An
     """The global names in the code of the forwards of some modules: the globals, the name, and the value."""
     codes: set[Any] = {inspect.unwrap(type(module).forward) for module in modules}
     functions = [code for code in codes if isinstance(code, types.FunctionType)]
-    names = [
-        (each.__globals__, name) for each in functions for code in codes_in(each.__code__) for name in code.co_names
-    ]
-    return [(namespace, name, namespace[name]) for namespace, name in names if name in namespace]
+    inside = [(each.__globals__, code.co_names) for each in functions for code in codes_in(each.__code__)]
+    return [(known, name, known[name]) for known, names in inside for name in names if name in known]
 
 
 def replaced_global(known: list[tuple[dict[str, Any], str, Any]]) -> str:
@@ -361,7 +349,9 @@ class OtherForward(PlacedForward):
 
 
 def zero_output(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Replaces the forward of a linear layer, or of a network that ends with one: zeros `(..., out_features)`."""
+    """Replaces the forward of a table, a linear layer, or a network that ends with one: zeros `(..., out_features)`."""
+    if isinstance(module, nn.Embedding):
+        return module.weight.new_zeros(()).expand(*inputs.shape, module.embedding_dim)
     width: Any = getattr(module, "out_features", None) or [*module.parameters()][-1].shape[0]
     return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
 

@@ -246,10 +246,9 @@ def _warn_of_raster_order(encoding: PositionEncoding, placed: list[StackEncoding
     names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
         warn_user(
-            f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
-            f"{encoding.config.label!r}, and this model's tokens are patches of images, which are numbered row "
-            "by row: the last patch of a row is a neighbour of the first patch of the next one. "
-            f"{TWO_DIMENSIONAL}"
+            f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme {encoding.config.label!r}, "
+            "and this model's tokens are patches of images, which are numbered row by row: the last patch of a row is "
+            f"a neighbour of the first patch of the next one. {TWO_DIMENSIONAL}"
         )
 
 
@@ -260,9 +259,8 @@ def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -
         if not table.taken:
             remedy = "To keep the table of a trained model, give the scheme the sizes of that table, or use 'native'."
         warn_user(
-            f"{table.random} of the {table.rows} rows of the table of {config.label!r} are drawn at "
-            f"random: the model's own table has {table.native_rows} rows"
-            f"{'' if table.taken else ', which do not fit'}. {remedy}"
+            f"{table.random} of the {table.rows} rows of the table of {config.label!r} are drawn at random: the "
+            f"model's own table has {table.native_rows} rows{'' if table.taken else ', which do not fit'}. {remedy}"
         )
 
 

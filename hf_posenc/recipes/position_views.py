@@ -141,8 +141,7 @@ class PositionViews:
 
     def logits(self, view: View, positions: Tensor) -> Tensor:
         """`(batch, length, vocabulary)` of a batch at `(batch, length)` positions."""
-        logits: Tensor = self.model(**(self._uncached | view.given | {"position_ids": positions})).logits
-        return logits
+        return self.model(**(self._uncached | view.given | {"position_ids": positions})).logits
 
     def _view(self, inputs: Mapping[str, Any], logits: Tensor) -> View:
         implementation = str(getattr(self.target.config, "_attn_implementation", ""))
@@ -151,9 +150,8 @@ class PositionViews:
                 f"{implementation} splits a row where positions jump, so tokens behind a jump would not see those "
                 'before it. Load the model with attn_implementation="sdpa", which runs the same kernels on a GPU.'
             )
-        refused = [
-            name for name, value in inputs.items() if value is not None and (name in _REFUSED or is_cache(value))
-        ]
+        passed = ((name, value) for name, value in inputs.items() if value is not None)
+        refused = [name for name, value in passed if name in _REFUSED or is_cache(value)]
         if refused:
             raise UnsupportedError(
                 f"The inputs have {refused[0]}, with which positions are not free. Give plain rows, (batch, length), "

@@ -50,13 +50,9 @@ def add_lora(model: nn.Module, config: Any) -> Any:
 
 def undecayed_scheme_parameters(model: nn.Module) -> set[str]:
     """Returns the names of the scheme's parameters that its paper trains without weight decay."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, Part)
-        for name in module.no_weight_decay
-        if module._parameters.get(name) is not None
-    }
+    parts = ((path, module) for path, module in model.named_modules() if isinstance(module, Part))
+    weights = ((path, name, part._parameters.get(name)) for path, part in parts for name in part.no_weight_decay)
+    return {f"{path}.{name}".lstrip(".") for path, name, weight in weights if weight is not None}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -34,11 +34,8 @@ def shortest_names(paths: Sequence[str | Path]) -> list[str]:
     for path, names_in_path in zip(paths, parts, strict=True):
         if parts.count(names_in_path) > 1:
             raise MeasurementError(f"{path} is given twice.")
-        length = next(
-            n
-            for n in range(1, len(names_in_path) + 1)
-            if [other[-n:] for other in parts].count(names_in_path[-n:]) == 1
-        )
+        lengths = range(1, len(names_in_path) + 1)
+        length = next(n for n in lengths if [other[-n:] for other in parts].count(names_in_path[-n:]) == 1)
         names.append(os.path.join(*names_in_path[-length:]))
     return names
 

@@ -229,9 +229,8 @@ class Result:
 
         schemes = {subject.label: subject.scheme for subject in self.subjects}
         rows = [asdict(record) for record in self.records]
-        return pandas.DataFrame(
-            {"task": self.task, "scheme": schemes[row["subject"]]} | row.pop("at") | row for row in rows
-        )
+        flat = ({"task": self.task, "scheme": schemes[row["subject"]]} | row.pop("at") | row for row in rows)
+        return pandas.DataFrame(flat)
 
     def table(self, *, markdown: bool = False) -> str:
         """Returns the result as readable text, with plain or Markdown tables."""
@@ -383,12 +382,8 @@ def rendered(result: Result, form: Form) -> str:
 def _table(
     result: Result, view: View, quantities: dict[str, Quantity], footnotes: dict[str, int]
 ) -> tuple[list[str], list[list[str]]]:
-    records = [
-        record
-        for record in result.records
-        if record.quantity in view.quantities
-        and all(record.at[key] in values for key, values in view.shown.items() if key in record.at)
-    ]
+    measured, shown = [each for each in result.records if each.quantity in view.quantities], view.shown.items()
+    records = [each for each in measured if all(each.at[key] in values for key, values in shown if key in each.at)]
 
     def heading(record: Record) -> tuple[str, str]:
         return record.quantity, quantities[record.quantity].heading.format(**record.at)

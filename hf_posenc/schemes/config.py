@@ -373,9 +373,8 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
 
 def required_options(cls: builtins.type[Any]) -> list[str]:
     """The options of a config class that have no default."""
-    return [
-        field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is dataclasses.MISSING
-    ]
+    fields = dataclasses.fields(cls)
+    return [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
 
 
 def constructor_example(cls: builtins.type[Any]) -> str:

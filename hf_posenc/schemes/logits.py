@@ -75,5 +75,4 @@ def pairwise_bias(bias: LogitBias, pairs: AttentionPairs) -> Tensor:
     if isinstance(bias, DistanceBias):
         per_head: Tensor = bias(pairs.distance)
         return per_head.transpose(0, 1)
-    result: Tensor = bias(pairs)
-    return result
+    return bias(pairs)

@@ -73,9 +73,8 @@ class OuterPart(Part, Generic[PartType]):
         weights = {"old": 1.0 - self.strength, "new": self.strength}
         # The new part is computed even at strength 0, so that its parameters have gradients (zeros) from the first step
         # on, which DDP and resumed optimizers need.
-        computed = [
-            name for name in self._names if self._modules[name] is not None and (weights[name] or name == "new")
-        ]
+        present = (name for name in self._names if self._modules[name] is not None)
+        computed = [name for name in present if weights[name] or name == "new"]
         return [(cast("PartType", self._modules[name]), weights[name]) for name in computed]
 
     def total(self, value: Callable[[PartType], Tensor]) -> Tensor:

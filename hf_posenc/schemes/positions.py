@@ -131,9 +131,7 @@ class Positions:
         Reads the positions, at most once per forward call, unless the host knows a bound that answers.
         """
         bound = self.remembered("bound", lambda: None, self.ids)
-        if bound is not None and bound <= length:
-            return True
-        return self.length() <= length
+        return (bound is not None and bound <= length) or self.length() <= length
 
     def length(self) -> int:
         """The greatest position plus 1, read from the device at most once per forward call."""
@@ -182,9 +180,8 @@ class Positions:
         if known is None:
             layers = Layers(self.memo[AlikeParts].of(part))
             values = layers.apart(of_each(layers, compute))
-            self.memo.update(
-                {(AlikeParts, name, id(layer)): value for layer, value in zip(layers, values, strict=True)}
-            )
+            for layer, value in zip(layers, values, strict=True):
+                self.memo[AlikeParts, name, id(layer)] = value
             known = self.memo[AlikeParts, name, id(part)]
         return known
 

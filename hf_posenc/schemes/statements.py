@@ -55,12 +55,8 @@ def overlooked(part: Any) -> str:
     """
     kind, attributes = type(part), vars(part)
     # Accelerate sets a `forward` that calls the original one, and leaves a bound method.
-    known = {
-        name
-        for name in attributes
-        if name == "forward" and ("_old_forward" in attributes or attributes[name] == kind.forward.__get__(part))
-    }
-    if methods := STATED_METHODS.intersection(attributes) - known:
+    known = "_old_forward" in attributes or attributes.get("forward") == kind.forward.__get__(part)
+    if methods := STATED_METHODS.intersection(attributes) - ({"forward"} if known else set()):
         return (
             f"A {kind.__name__} has its own {min(methods)!r}, set on the object and not on its class. Faster ways to "
             f"compute it would ignore this. Define the method in a subclass of {kind.__name__}."

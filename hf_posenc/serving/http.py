@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.entry import is_on_disk_form
+from hf_posenc.entry import CLASS_PREFIX, is_on_disk_form
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.wrapping import Call, wrap
 
@@ -57,9 +57,7 @@ def _patched_models(cache_dir: str | None) -> Iterator[dict[str, Any]]:
     from huggingface_hub import scan_cache_dir
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX
-
-    generative = {f"{ARCHITECTURE_PREFIX}{name}" for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    generative = {f"{CLASS_PREFIX}{name}" for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     for repository in scan_cache_dir(cache_dir).repos:
         for branch, revision in repository.refs.items() if repository.repo_type == "model" else ():
             path = next((file.file_path for file in revision.files if file.file_name == "config.json"), None)

@@ -36,5 +36,4 @@ class HfPosencForCausalLM(TransformersForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the weights of a checkpoint, including those of the scheme."""
-        loaded: set[str] = super().load_weights(without_mark(self.model, weights))
-        return loaded
+        return super().load_weights(without_mark(self.model, weights))

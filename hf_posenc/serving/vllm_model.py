@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention import Attention
@@ -38,9 +37,8 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def recursive_replace(self) -> None:
         """Replaces the layers of the model by those of vLLM, and keeps the scheme in place."""
         sites = sites_for_engine(self.model, VLLM)
-        self._biases: dict[Any, Any] = {
-            site.module: bias for site in sites if (bias := site.encoding.logit_bias) is not None
-        }
+        biased = (site for site in sites if site.encoding.logit_bias is not None)
+        self._biases: dict[Any, Any] = {site.module: site.encoding.logit_bias for site in biased}
         for site in sites:
             site.encoding = dataclasses.replace(site.encoding, logit_bias=None)  # The kernels of vLLM add it.
         super().recursive_replace()
@@ -57,8 +55,7 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def _attention_with_slopes(self, *, prefix: str, **arguments: Any) -> Attention:
         """Creates the attention of one layer. vLLM's backend passes no slopes."""
         path = prefix.removeprefix(self._prefix).removeprefix(".").removesuffix(f".{VLLM_ATTN_ATTR}")
-        module = self.get_submodule(path)
-        bias = self._biases.get(module)
+        bias = self._biases.get(self.get_submodule(path))
         # The values follow with the weights, because slopes may be parameters.
         slopes = None if bias is None else [0.0] * arguments["num_heads"]
         attention = Attention(prefix=prefix, alibi_slopes=slopes, **arguments)
@@ -73,11 +70,7 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the weights of a checkpoint, including those of the scheme."""
         loaded = super().load_weights(without_mark(self.model, weights))
-        self._set_slopes()
-        return loaded
-
-    @torch.no_grad()
-    def _set_slopes(self) -> None:
         for module, bias in self._biases.items():
             slopes = getattr(module, VLLM_ATTN_ATTR).impl.alibi_slopes
-            slopes.copy_(bias.slopes_behind(slopes.device))
+            slopes.copy_(bias.slopes_behind(slopes.device).detach())
+        return loaded

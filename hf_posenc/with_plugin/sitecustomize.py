@@ -14,9 +14,8 @@ _FOLDER = Path(__file__).resolve().parent
 def _import_plugin() -> None:
     """Imports hf_posenc from the parent folder, because this process may have a different import path."""
     package = _FOLDER.parent
-    spec = importlib.util.spec_from_file_location(
-        package.name, package / "__init__.py", submodule_search_locations=[str(package)]
-    )
+    file = package / "__init__.py"
+    spec = importlib.util.spec_from_file_location(package.name, file, submodule_search_locations=[str(package)])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType as Precision
 from gguf.lazy import LazyNumpyTensor
 from torch import Tensor
@@ -124,17 +123,14 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         kind = _precision(key, tensor, dtype)
         # Computed when it is written.
         shape = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, tuple(tensor.shape))
-        later = LazyNumpyTensor(meta=shape, args=(tensor,), func=_array)
+        later = LazyNumpyTensor(
+            meta=shape, args=(tensor,), func=lambda each: np.ascontiguousarray(each.float().cpu().numpy())
+        )
         writer.add_tensor(key, gguf.quantize(later, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _array(tensor: Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = np.ascontiguousarray(tensor.float().cpu().numpy())
-    return array
 
 
 def _precision(name: str, tensor: Tensor, dtype: str) -> Precision:

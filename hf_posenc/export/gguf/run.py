@@ -117,5 +117,4 @@ def _run(
                 f"The script that calls {runtime()} has failed, which has nothing to do with the model. Install the "
                 f"version of xllamacpp in constraints.txt, with which hf_posenc was tested.\n{messages}"
             )
-        answers: list[Any] = pickle.loads(results.read_bytes())
-        return answers
+        return pickle.loads(results.read_bytes())

@@ -116,10 +116,8 @@ def _decoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
         return list(zip(inputs, decode(file, batches, encoded=prompts), strict=True))
     prompts = _prompts(model, length - STEPS)
     logits = decode(file, [[prompt] for prompt in prompts], more)
-    return [
-        ({"input_ids": [*prompt, *rows[:-1].argmax(-1).tolist()]}, rows)
-        for prompt, rows in zip(prompts, logits, strict=True)
-    ]
+    decoded = zip(prompts, logits, strict=True)
+    return [({"input_ids": [*prompt, *rows[:-1].argmax(-1).tolist()]}, rows) for prompt, rows in decoded]
 
 
 def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:

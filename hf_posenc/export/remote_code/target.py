@@ -89,9 +89,8 @@ class RemoteCodeExport(StockExport):
         mask = padded(_PADDED, _PADDED // 3)
         masks = [mask if self.parts.stacks[0][0].causal else mask.flip(-1)]
         written, runtime = self._loaded(form), f"transformers {transformers.__version__}"
-        yield from plain_checks(
-            float32_reference(self.model), masks, lambda inputs, _: run_plain(written, inputs), runtime, TOLERANCE
-        )
+        reference = float32_reference(self.model)
+        yield from plain_checks(reference, masks, lambda inputs, _: run_plain(written, inputs), runtime, TOLERANCE)
 
     def usage(self, form: StockForm) -> str:
         """The Auto class that loads it."""
@@ -167,10 +166,8 @@ def _config(parts: ModelParts, kind: str) -> Any:
     """The config of a class of the file, which is loaded for it."""
     stock = current_config(parts)
     config_name = type(stock).__name__
-    classes = {"AutoModel": transformers.AutoModel._model_mapping.get(type(stock), None)} | {
-        f"AutoModelFor{head}": getattr(transformers, f"AutoModelFor{head}")._model_mapping.get(type(stock), None)
-        for head in _HEADS[kind]
-    }
+    names = ["AutoModel", *(f"AutoModelFor{head}" for head in _HEADS[kind])]
+    classes = {name: getattr(transformers, name)._model_mapping.get(type(stock), None) for name in names}
     heads = {auto: model_class.__name__ for auto, model_class in classes.items() if isinstance(model_class, type)}
     code = TEMPLATE.read_text(encoding="utf-8") + _CONFIG.format(config=config_name, type=stock.model_type)
     code += "".join(_CLASS.format(config=config_name, name=name) for name in dict.fromkeys(heads.values()))

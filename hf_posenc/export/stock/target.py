@@ -110,8 +110,7 @@ class StockExport(Export[StockForm]):
         if stray:
             name = form.model_class.__name__
             raise UnsupportedError(f"A {name} does not have the same weights: {', '.join(stray[:5])}.")
-        loaded: PreTrainedModel = stock.to(self.model.device).float().eval()
-        return loaded
+        return stock.to(self.model.device).float().eval()
 
     def usage(self, form: StockForm) -> str:
         """The class that loads it, and the servers that run it."""

@@ -97,10 +97,8 @@ def compare_generalization(
         raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, get_args(Method)))}.")
     if batch_size < 1:
         raise MeasurementError(f"batch_size is {batch_size}; a batch needs at least one example.")
-    rows = {
-        length: [encode_example(tokenizer, example) for example in held_out_examples(task, length, samples, seed)]
-        for length in lengths
-    }
+    examples = {length: held_out_examples(task, length, samples, seed) for length in lengths}
+    rows = {length: [encode_example(tokenizer, example) for example in some] for length, some in examples.items()}
     check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
 
     forced = method == "teacher_forced"

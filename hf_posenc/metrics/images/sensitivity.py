@@ -90,10 +90,8 @@ def image_sensitivity_test(
                 same = ((state[:, 0, 0], state[:, row, column]) for state in states)
                 records += layer_distances(name, same, {"step": step}, count=images)
         before, after = (patch_outputs(patched, joined_patches(patches)) for patches in (drawn, shuffled))
-        moved = (
-            (state.flatten(1, 2)[:, order].flatten(0, 1), other.flatten(1, 2).flatten(0, 1))
-            for state, other in zip(before.states, after.states, strict=True)
-        )
+        pairs = zip(before.states, after.states, strict=True)
+        moved = ((state.flatten(1, 2)[:, order].flatten(0, 1), other.flatten(0, 2)) for state, other in pairs)
         records += layer_distances("shuffled", moved, count=images)
         if before.whole is not None and after.whole is not None:
             distance = float(relative_changes(before.whole, after.whole).mean())

@@ -347,10 +347,9 @@ def text_losses(
             at = {"window": measured.sliding.length, "stride": measured.sliding.stride}
             records += _records(measured.sliding, "sliding_", at)
         bins = itertools.pairwise(measured.position_edges)
-        return records + [
-            Record("", "position_loss", loss, {"start": start, "stop": stop})
-            for (start, stop), loss in zip(bins, measured.position_loss, strict=True)
-        ]
+        places = ({"start": start, "stop": stop} for start, stop in bins)
+        by_place = zip(places, measured.position_loss, strict=True)
+        return records + [Record("", "position_loss", loss, place) for place, loss in by_place]
 
     count, kind = windows.shape[0], "the next token" if causal else "masked tokens"
     titles = {

@@ -85,10 +85,8 @@ def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
     if not bool(wanted.any()):
         return losses.cpu()
     rows = wanted.nonzero().split(_TARGETS_AT_ONCE)
-    values = [
-        torch.nn.functional.cross_entropy(logits[row, place].float(), targets[row, place], reduction="none")
-        for row, place in (indices.unbind(-1) for indices in rows)
-    ]
+    pairs = ((logits[places].float(), targets[places]) for places in (indices.unbind(-1) for indices in rows))
+    values = [torch.nn.functional.cross_entropy(*pair, reduction="none") for pair in pairs]
     # NaN marks tokens that are not targets. A model with NaN logits gives probability 0 to every token.
     finite = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
     (losses[:, 1:] if causal else losses)[wanted] = finite
@@ -199,9 +197,8 @@ def language_targets(
         return causal_targets(windows)
     if tokenizer.mask_token_id is None:
         raise MeasurementError(
-            f"{type(model).__name__} sees both sides of a token, so it is measured on masked tokens, but the "
-            f"tokenizer {type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its "
-            f"mask_token."
+            f"{type(model).__name__} sees both sides of a token, so it is measured on masked tokens, but the tokenizer "
+            f"{type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its mask_token."
         )
     return masked_targets(windows, tokenizer.mask_token_id, probability=probability, seed=seed)
 

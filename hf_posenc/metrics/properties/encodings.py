@@ -150,10 +150,8 @@ def length_consistency(specimen: Specimen, refusals: Refusals) -> Found | None:
             difference = float((short - long).norm(dim=-1).max() / largest)
             by_length[total] = difference
             if specimen.parts.logit_scale is not None:
-                factors = [
-                    specimen.parts.logit_scale(positions_at(ids, lengths=torch.tensor([[shown]])))
-                    for shown in (length, total)
-                ]
+                lengths = (torch.tensor([[shown]]) for shown in (length, total))
+                factors = [specimen.parts.logit_scale(positions_at(ids, lengths=shown)) for shown in lengths]
                 by_length[total] = max(difference, float((factors[0] - factors[1]).abs().max()))
     return None if refusals else (max(by_length.values()), {"length": length, "by_length": by_length})
 

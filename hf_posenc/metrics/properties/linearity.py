@@ -137,10 +137,8 @@ def _vector_residuals(specimen: Specimen, length: int, shift: int) -> dict[str, 
 
 def _map_residual(specimen: Specimen, query_key_map: QueryKeyMap, length: int, shift: int) -> float:
     starts = torch.tensor([0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, length // 2, length - shift - 1]).unique()
-    bases = [
-        mapped_basis(query_key_map, specimen, positions_at(ids))
-        for ids in (starts, starts + shift, torch.tensor([0, shift]))
-    ]
+    places = (starts, starts + shift, torch.tensor([0, shift]))
+    bases = [mapped_basis(query_key_map, specimen, positions_at(ids)) for ids in places]
     residuals = []
     # For queries, then for keys.
     for start, end, steps in zip(*bases, strict=True):

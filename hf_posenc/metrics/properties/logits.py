@@ -142,9 +142,8 @@ def _in_batches(specimen: Specimen, contents: Tensor) -> list[Tensor]:
     other, padding = random_contents(1, 64, seed=SEED + 1), torch.full((16,), -1)
     ids, token_ids, filler = torch.arange(48), torch.arange(48) * 7 % 11, torch.zeros(1, 16, contents.shape[-1])
     for order in (1, -1):
-        row_ids, row_tokens = (
-            torch.cat((pad, row)[::order]) for pad, row in ((padding, ids), (padding * 0, token_ids))
-        )
+        padded = ((padding, ids), (padding * 0, token_ids))
+        row_ids, row_tokens = (torch.cat(pair[::order]) for pair in padded)
         positions = Positions(
             torch.stack((row_ids, torch.arange(64))),
             torch.tensor([[48], [64]]),

@@ -72,10 +72,8 @@ class Specimen:
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns queries and keys, each `(batch, heads, length, head_dim)`, of `(batch, length, hidden)`."""
-        query, key = (
-            (hidden_states @ weight.to(hidden_states.dtype)).unflatten(-1, (self.context.num_heads, -1)).transpose(1, 2)
-            for weight in (self.query_weight, self.key_weight)
-        )
+        products = (hidden_states @ weight.to(hidden_states.dtype) for weight in (self.query_weight, self.key_weight))
+        query, key = (each.unflatten(-1, (self.context.num_heads, -1)).transpose(1, 2) for each in products)
         return query, key
 
     def logits(self, positions: Positions, contents: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -254,11 +254,9 @@ def _key_of(
 
 def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
     """The shortest ending of a key that no other part shares."""
-    for count in range(1, len(key)):
-        suffix = key[-count:]
-        if not any(other != key and other[-count:] == suffix for other in known):
-            return ".".join(suffix)
-    return ".".join(key)
+    others = known - {key}
+    counts = (count for count in range(1, len(key)) if all(other[-count:] != key[-count:] for other in others))
+    return ".".join(key[-next(counts, len(key)) :])
 
 
 def reads_frames(model: Any) -> bool:
@@ -404,10 +402,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     """
     base: Any = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
-    if isinstance(inner, PreTrainedModel):
-        _refuse_part(inner)
-        _refuse_recomputed_queries(inner)
-    else:
+    if not isinstance(inner, PreTrainedModel):
         given = f"the class {inner.__name__}" if isinstance(inner, type) else type(inner).__name__
         if isinstance(inner, str | type):
             advice = "Load the model first, for example with AutoModel.from_pretrained."
@@ -419,6 +414,13 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
                 "inside the wrapper: that of a SentenceTransformer is encoder[0].model."
             )
         raise TypeError(f"Expected a transformers PreTrainedModel, got {given}. {advice}")
+    if is_part(inner):
+        raise UnsupportedError(
+            f"{type(inner).__name__} is a part of a model and is saved with it, so a scheme in this part alone would "
+            "be lost. Patch the whole model (the options `layers` and `elsewhere` choose layers; in a model "
+            "of several modalities, `part` chooses the part)."
+        )
+    _refuse_recomputed_queries(inner)
     return inner
 
 
@@ -435,15 +437,6 @@ def refuse_remote_code(model: PreTrainedModel) -> None:
             f"This {type(model).__name__} runs the code of an export, with the positions {parts['scheme']!r}. They "
             "cannot be exchanged or exported again. Load the checkpoint that was exported, or the stock model, and "
             "patch that."
-        )
-
-
-def _refuse_part(model: PreTrainedModel) -> None:
-    if is_part(model):
-        raise UnsupportedError(
-            f"{type(model).__name__} is a part of a model and is saved with it, so a scheme in this part alone would "
-            "be lost. Patch the whole model (the options `layers` and `elsewhere` choose layers; in a model "
-            "of several modalities, `part` chooses the part)."
         )
 
 

@@ -46,12 +46,8 @@ SOURCE_LENGTH = "max_source_positions"
 def inner_part(module: nn.Module, config: Any) -> str | None:
     """The part of a stack that a module belongs to, if its config is a sub-config of the stack's config."""
     module_config = getattr(module, "config", None)
-    names = (
-        name
-        for name, inner in config.__dict__.items()
-        if isinstance(inner, PreTrainedConfig) and inner is module_config
-    )
-    name = next(names, None)
+    inside = ((name, inner) for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig))
+    name = next((name for name, inner in inside if inner is module_config), None)
     return None if name is None else name.removesuffix("_config")
 
 
@@ -61,11 +57,8 @@ _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe
 def position_tables(stack: Stack) -> list[PositionTable]:
     """The modules of a stack that are tables with a row for each position."""
     architecture = stack.architecture
-    named = stack.select(
-        lambda path, module: (
-            path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
-        )
-    )
+    name = None if architecture.table_is_rotary else _TABLE_NAME
+    named = stack.select(lambda path, module: path in architecture.tables or (name and name.search(path)))
     return [
         PositionTable(path, module, architecture.rows_before)
         for path, module in named
@@ -129,7 +122,13 @@ def read_attentions(stack: Stack) -> list[AttentionLayer]:
         _refuse_indexer(path, module)
         layers.append(_read_self_attention(path, module, stack, len(layers)))
     _refuse_other_attention(stack)
-    _refuse_two_sequences(stack)
+    sides = {path.split(".")[0] for path, _ in stack.self_attentions} & {"encoder", "decoder"}
+    if len(sides) == 2:
+        raise UnsupportedError(
+            f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
+            "so the positions of the two sequences in one call cannot be told apart. In code of your own, derive the "
+            "classes of both from PreTrainedModel."
+        )
     return layers
 
 
@@ -187,9 +186,8 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
     stated = getattr(module, "is_causal", None)
     kind = type(stack.module).__name__
     encodes = "Encoder" in kind
-    is_decoder = "Decoder" in kind or any(
-        getattr(holder, "is_decoder", False) for holder in (stack.module.config, stack.module)
-    )
+    holders = (stack.module.config, stack.module)
+    is_decoder = "Decoder" in kind or any(getattr(holder, "is_decoder", False) for holder in holders)
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
     decodes = is_decoder and not (encodes and stated is False)
     if stated is True or decodes or names_used(type(stack.module).forward) >= _CAUSAL_CALL:
@@ -257,16 +255,6 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
             )
 
 
-def _refuse_two_sequences(stack: Stack) -> None:
-    sides = {path.split(".")[0] for path, _ in stack.self_attentions} & {"encoder", "decoder"}
-    if len(sides) == 2:
-        raise UnsupportedError(
-            f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
-            "so the positions of the two sequences in one call cannot be told apart. In code of your own, derive the "
-            "classes of both from PreTrainedModel."
-        )
-
-
 def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> tuple[int, int]:
     if architecture.head_shape is not None:
         return architecture.head_shape(module, config)
@@ -292,9 +280,7 @@ def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architectu
     if architecture.key_value_heads is not None:
         return architecture.key_value_heads(module)
     groups = first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
-    if groups:
-        return num_heads // groups
-    return first_int(module, _KEY_HEADS) or num_heads
+    return num_heads // groups if groups else first_int(module, _KEY_HEADS) or num_heads
 
 
 def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:
@@ -308,9 +294,7 @@ def _find_relative(module: Any) -> RelativeMechanism | None:
     if isinstance(getattr(module, "distance_embedding", None), nn.Embedding):
         return _shaw(module)
     if isinstance(getattr(module, "linear_pos", None), nn.Linear) and hasattr(module, "pos_bias_u"):
-        weight = _transformer_xl(
-            *map(stored, (module.linear_pos, module, module), ("weight", "pos_bias_u", "pos_bias_v"))
-        )
+        weight = _transformer_xl(stored(module.linear_pos), stored(module, "pos_bias_u"), stored(module, "pos_bias_v"))
         names = ("linear_pos", "pos_bias_u", "pos_bias_v")
         return RelativeMechanism("Transformer-XL bias", TransformerXLConfig(), weight, None, names)
     if isinstance(getattr(module, "relative_k_proj", None), nn.Linear) and hasattr(module, "bias_u"):

@@ -157,9 +157,8 @@ def layer_schemes(stack: Stack, vectors: list[SchemeConfig], rotations: Mapping[
     if len(distinct) == 1:
         return composed([*vectors, next(iter(distinct))])
     none: SchemeConfig = NoneConfig()
-    return ScheduleConfig(
-        layers=tuple(composed([*vectors, layers.get(layer, none)]) for layer in range(max(layers) + 1))
-    )
+    schemes = (composed([*vectors, layers.get(layer, none)]) for layer in range(max(layers) + 1))
+    return ScheduleConfig(layers=tuple(schemes))
 
 
 def several_tables(stack: Stack, names: list[str]) -> UnsupportedError:

@@ -302,8 +302,7 @@ def cosines_in(output: Any) -> Tensor:
         return output
     first, second = output[:2]
     swapped = first.device.type != "meta" and not first[..., 0, :].any()
-    cosines: Tensor = second if swapped else first
-    return cosines
+    return second if swapped else first
 
 
 def angles_in(output: Any) -> Tensor:
@@ -320,10 +319,8 @@ def angles_in(output: Any) -> Tensor:
     pairs = angles.shape[-1] // 2
     for first, second in ((slice(pairs), slice(pairs, None)), (slice(None, None, 2), slice(1, None, 2))):
         # The last places of a row may be computed by other instructions, and differ in the last bit.
-        if angles.device.type == "meta" or all(
-            torch.allclose(factors[..., first], factors[..., second], rtol=0.0, atol=1e-5)
-            for factors in (cosines, sines)
-        ):
+        both = ((factors[..., first], factors[..., second]) for factors in (cosines, sines))
+        if angles.device.type == "meta" or all(torch.allclose(*pair, rtol=0.0, atol=1e-5) for pair in both):
             return angles[:, first]
     return angles
 

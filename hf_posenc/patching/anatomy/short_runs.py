@@ -109,10 +109,8 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> di
 
 def all_equal(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a run, in which all numbers of a series or an image are equal."""
-    real = {
-        name: tensor for name, tensor in arguments.items() if isinstance(tensor, Tensor) and tensor.is_floating_point()
-    }
-    return arguments | {name: torch.ones_like(tensor) for name, tensor in real.items()}
+    tensors = ((name, value) for name, value in arguments.items() if isinstance(value, Tensor))
+    return arguments | {name: torch.ones_like(tensor) for name, tensor in tensors if tensor.is_floating_point()}
 
 
 def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
@@ -126,13 +124,9 @@ def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
 
 def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:
     """The names of the arguments that a forward requires in addition to those that are `given`."""
-    return [
-        name
-        for name, parameter in list(forward_parameters(type(module)).items())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        and name not in given
-    ]
+    parameters = list(forward_parameters(type(module)).values())[1:]
+    named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in named if each.default is each.empty and each.name not in given]
 
 
 def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -415,9 +409,8 @@ def has_other_code(holder: nn.Module) -> bool:
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:
     """Whether a token sees the two before it. A shorter window shows which tokens are next to it."""
     names = ("sliding_window", "window_size")
-    stated = [
-        getattr(holder, name) for holder in (attention.module, stack.config) for name in names if hasattr(holder, name)
-    ]
+    holders = (attention.module, stack.config)
+    stated = [getattr(holder, name) for holder in holders for name in names if hasattr(holder, name)]
     return not (stated and isinstance(stated[0], int) and 0 < stated[0] < _LENGTH)
 
 
@@ -450,8 +443,5 @@ def _code_of(module: nn.Module) -> str:
     """The class of a module, and where its forward is defined if that is elsewhere."""
     forward, kind = type(module).forward, type(module)
     defined = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
-    return (
-        kind.__name__
-        if defined == f"{kind.__module__}.{kind.__qualname__}.forward"
-        else (f"{kind.__name__} with the forward {defined}")
-    )
+    is_its_own = defined == f"{kind.__module__}.{kind.__qualname__}.forward"
+    return kind.__name__ if is_its_own else f"{kind.__name__} with the forward {defined}"

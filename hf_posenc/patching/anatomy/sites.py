@@ -188,9 +188,7 @@ class OwnedTable(NamedModule):
         value = self.value
         module, name = (value, _name_of_table(value)) if isinstance(value, nn.Module) else (self.module, self.name)
         weight = stored(module, name)
-        if self.channels_first:
-            return weight[0].flatten(1).T
-        return weight.reshape(-1, weight.shape[-1])
+        return weight[0].flatten(1).T if self.channels_first else weight.reshape(-1, weight.shape[-1])
 
     def in_order_of_tokens(self, others: int) -> Tensor:
         """The table with the rows of all tokens without a place first, `(rows, hidden)`."""

@@ -61,7 +61,9 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     the output for the first token does not change. Models are run only if they have a stack whose
     attention modules have an `is_causal` that differs from the result of discovery, without a declared architecture.
     """
-    doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
+    undeclared = [(stack, stack.attentions[0]) for stack in stacks if stack.architecture.causal is None]
+    # The attribute may be missing, or no truth value.
+    doubtful = [stack for stack, first in undeclared if getattr(first.module, "is_causal", None) is (not first.causal)]
     if not doubtful:
         return
     first_last = functools.partial(attended_twice, chosen=lambda tokens: [*range(tokens - 1), 0])
@@ -75,16 +77,9 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
                 f"tokens shows that it is {words[observed]}: {first.path}.is_causal is {first.module.is_causal}, which "
                 "contradicts the rest of the model. Some versions of transformers omit the mask of such a decoder "
                 "(UMT5 with sdpa before 5.18). Load the model with attn_implementation='eager', or use another version "
-                "or declare it: "
-                f"hf_posenc.register_architecture({stack.config.model_type!r}, "
+                f"or declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )
-
-
-def _disagrees_with_discovery(stack: Stack) -> bool:
-    first = stack.attentions[0]
-    stated = getattr(first.module, "is_causal", None)
-    return isinstance(stated, bool) and stated != first.causal
 
 
 def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
@@ -113,9 +108,8 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
     text = [stack for stack in stacks if stack.layout.takes_tokens]
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
-    silenced = [
-        stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack.module))
-    ]
+    rest = [stack for stack in others if not _nothing_found(stack)]
+    silenced = [stack for stack in rest if _is_silenced(stack) or has_other_code(stack.module)]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text:
@@ -128,9 +122,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
                         _refuse_order_of_tokens(anatomy, group)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
-                    if any(
-                        _nothing_found(stack) or _is_silenced(stack) or has_other_code(stack.module) for stack in group
-                    ):
+                    if any(_nothing_found(each) or _is_silenced(each) or has_other_code(each.module) for each in group):
                         raise
 
 
@@ -166,8 +158,7 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
 
 def _is_silenced(stack: Stack) -> bool:
     """Whether a mechanism is disabled that is neither a table nor a rotary function."""
-    declared = stack.mechanism or stack.architecture.rotary_method
-    return bool(declared or stack.layout.biases)
+    return bool(stack.mechanism or stack.architecture.rotary_method or stack.layout.biases)
 
 
 def _nothing_found(stack: Stack) -> bool:

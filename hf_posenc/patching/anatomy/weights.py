@@ -81,9 +81,8 @@ def copied(module: Module, change: Callable[[Tensor], Tensor]) -> Module:
         del state["forward"]
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: None if weight is None else change(weight) for name, weight in state[kind].items()}
-    state["_modules"] = {
-        name: None if child is None else copied(child, change) for name, child in module._modules.items()
-    }
+    children = module._modules.items()
+    state["_modules"] = {name: None if child is None else copied(child, change) for name, child in children}
     return made
 
 
@@ -260,9 +259,7 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
     }
     differing = []
     for name, pair in pairs.items():
-        halves = [
-            {dtype for dtype in _HALF_DTYPES if pair[side].dtype == dtype or whole[side, dtype]} for side in (0, 1)
-        ]
+        halves = [{each for each in _HALF_DTYPES if pair[side].dtype == each or whole[side, each]} for side in (0, 1)]
         expected, present = (sample.values for sample in pair)
         rounding = _ROUNDING * float(expected.abs().max()) if len(expected) else 0.0
         same = torch.allclose(expected, present, rtol=0, atol=rounding) or any(
@@ -329,11 +326,8 @@ def _classes_of_peft(model: nn.Module) -> set[type]:
 def _offloaded(module: nn.Module, attribute: str) -> Tensor | None:
     """The values of a weight that accelerate has offloaded."""
     hook = module.__dict__.get("_hf_hook")
-    for inner in getattr(hook, "hooks", (hook,)):
-        weights = getattr(inner, "weights_map", None)
-        if weights is not None and attribute in weights:
-            return weights[attribute]
-    return None
+    maps = (getattr(inner, "weights_map", None) for inner in getattr(hook, "hooks", (hook,)))
+    return next((weights[attribute] for weights in maps if weights is not None and attribute in weights), None)
 
 
 def _spread(names: list[str], most: int) -> list[str]:
@@ -358,9 +352,8 @@ def _places(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
 
 def _encode(sample: Sample) -> dict[str, str]:
     values = base64.b64encode(sample.values.numpy().astype("<f4").tobytes()).decode("ascii")
-    return {"values": values} | (
-        {"dtype": str(sample.dtype).removeprefix("torch.")} if sample.dtype in _HALF_DTYPES else {}
-    )
+    half = {"dtype": str(sample.dtype).removeprefix("torch.")} if sample.dtype in _HALF_DTYPES else {}
+    return {"values": values} | half
 
 
 def _decode(entry: Mapping[str, Any]) -> Sample:

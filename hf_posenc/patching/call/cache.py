@@ -361,8 +361,7 @@ class SeenKeys:
 
 def recorded(cache: Any) -> CachedPositions | None:
     """The positions recorded on a cache, or `None`."""
-    positions: CachedPositions | None = note_of(self_attention_cache(cache), _POSITIONS)
-    return positions
+    return note_of(self_attention_cache(cache), _POSITIONS)
 
 
 def has_given_positions(cache: Any) -> bool:

@@ -256,8 +256,7 @@ def vectors(
     if positions is not None:
         refuse_negative(state, given.ids, additive.offset)
     with without_autocast(given.ids.device):
-        encoded: Tensor = state.replica(additive)(given)
-    return encoded
+        return state.replica(additive)(given)
 
 
 def negative_positions(state: ForwardState, ids: Tensor, first: int = 0) -> Tensor | None:

@@ -96,9 +96,7 @@ def evicting_state(
         )
     keeper, device, (batch, length) = self_attention_cache(cache), tokens.device, tokens.shape[:2]
     stated = held_positions(keeper, stack)
-    held = {
-        id(positions): CachedPositions(positions.shape[1], positions.to(device).long()) for positions in stated.values()
-    }
+    held = {id(ids): CachedPositions(ids.shape[1], ids.to(device).long()) for ids in stated.values()}
     first = next(iter(held.values()), None)
     known = [positions.ids for positions in held.values() if positions.ids is not None]
     padding = padding_mask(mask, stack, first.length if first else 0)
@@ -113,9 +111,8 @@ def evicting_state(
         keeper.expect_positions(new)
     shown = columns = None
     if real is not None:
-        shown = torch.cat(
-            [*((positions >= 0).expand(batch, -1) for positions in known[:1]), real.expand(batch, -1)], 1
-        ).long()
+        parts = [*((positions >= 0).expand(batch, -1) for positions in known[:1]), real.expand(batch, -1)]
+        shown = torch.cat(parts, 1).long()
         if isinstance(mask, Tensor) and mask.dim() == 2:
             columns = torch.cat((shown.new_ones(batch, keeper.get_mask_sizes(length, 0)[1]), shown), 1)
     return ForwardState(

@@ -437,9 +437,7 @@ def _ids_at(state: ForwardState, slots: Tensor, query_ids: Tensor, irregular: bo
         return ids
     known = state.held or recorded(state.cache_object)
     offset = 0 if state.offset is None else state.offset
-    cached = None
-    if known is not None and (known.ids is not None or not known.by_next_mask):
-        cached = known.at(slots)
+    cached = known.at(slots) if known is not None and (known.ids is not None or not known.by_next_mask) else None
     rows = {tensor.shape[0] for tensor in (ids, query_ids, cached) if tensor is not None} - {1}
     if len(rows) > 1:
         raise UnsupportedError(
@@ -456,9 +454,7 @@ def _ids_at(state: ForwardState, slots: Tensor, query_ids: Tensor, irregular: bo
 
 def _real_at(state: ForwardState, slots: Tensor, ids: Tensor) -> Tensor:
     """`(batch or 1, slots)` bool: tokens that are not known to be padding."""
-    if _usable_mask(state) is None:
-        return ids >= 0
-    return _expected_ids(state, slots, ids) >= 0
+    return ids >= 0 if _usable_mask(state) is None else _expected_ids(state, slots, ids) >= 0
 
 
 def _has_even_spacing(ids: Tensor, real: Tensor | None = None) -> Tensor:

@@ -108,11 +108,10 @@ class TableSite(PlacedForward):
         cached = state.offset if state is not None and isinstance(state.offset, int) else 0
         needed = cached + (0 if state is None else state.query_length) + self.table.origin
         known = None if numbered is None else table_weight(numbered)
-        if known is None or known.shape[0] <= needed or known.device != weight.device:
+        if numbered is None or known is None or known.shape[0] <= needed or known.device != weight.device:
             rows = max(_NUMBERED_ROWS, weight.shape[0], 2 * needed)
             numbered = _with_weight(self.module, torch.arange(rows, dtype=torch.float32, device=weight.device))
             self._numbered = numbered
-        assert numbered is not None
         return numbered
 
     def _positions(self, state: ForwardState, rows: Tensor) -> Positions:
@@ -211,8 +210,7 @@ class AddToHiddenStates(OfStack):
     def _add(self, hidden_states: Tensor, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.runtime.layout.has_axes:
             return self._add_on_grid(hidden_states, kwargs.get("position_embeddings"))
-        time_axis = 0 if self.runtime.time_major else -2
-        length = hidden_states.shape[time_axis]
+        length = hidden_states.shape[0 if self.runtime.time_major else -2]
         if is_outside(self.runtime):
             state = state_of_layer(self.runtime, layer, args, kwargs, length).on(hidden_states.device)
         else:

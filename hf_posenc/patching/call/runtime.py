@@ -308,8 +308,7 @@ class StackForward(PlacedForward):
     @property
     def __code__(self) -> types.CodeType:
         """The code of the original forward, whose file and line torch.export records."""
-        code: types.CodeType = type(self.module).forward.__code__
-        return code
+        return type(self.module).forward.__code__
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the stack, as a view of it if tables or the number of frames have to be others."""

@@ -44,8 +44,7 @@ class ScoresAttention(AttentionSite):
         self.awaited = False
         if self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)
-        hidden_states = args[0] if args else next(iter(kwargs.values()))
-        call = self.begin_call(hidden_states)
+        call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
         if call.state.held_by_layer:
             call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:

@@ -161,9 +161,8 @@ def split_sequence(
     implementation, position_ids = getattr(stack.config, "_attn_implementation", None), arguments.get("position_ids")
     if runtime.split_problem:
         raise UnsupportedError(CONTEXT_PARALLELISM.message(runtime.split_problem, "this scheme"))
-    if runtime.watch is not None and any(
-        getattr(module, "draws", False) for module in runtime.watch.encoding.modules()
-    ):
+    modules = () if runtime.watch is None else runtime.watch.encoding.modules()
+    if any(getattr(module, "draws", False) for module in modules):
         raise UnsupportedError(
             CONTEXT_PARALLELISM.message("it draws random positions, and each process would draw its own", "this scheme")
         )

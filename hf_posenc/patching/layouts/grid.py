@@ -90,7 +90,10 @@ class Grid(Layout):
         """Finds the projection, the tables and the biases."""
         modules, config, suffix_tokens = stack.in_definition_order(), stack.config, stack.architecture.suffix_tokens
         suffix_tokens = suffix_tokens(config) if callable(suffix_tokens) else suffix_tokens
-        projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
+        convolutions = (module for _, module in modules if isinstance(module, nn.Conv2d | nn.Conv3d))
+        of_pixels = (module for module in convolutions if module.in_channels == _channels(config))
+        # It reduces their number.
+        projection: Any = next((module for module in of_pixels if module.stride[-1] > 1), None)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
         step = sides(steps) if isinstance(steps, int) else steps
         grid = cls(projection, step, _native_sizes(projection, step, stack.module), suffix_tokens=suffix_tokens)
@@ -172,7 +175,9 @@ class Grid(Layout):
 
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
         """The effects of the parts that read positions but not rows and columns."""
-        return sorted({_effect(part) for part in parts if _reads_order_only(part)})
+        reading = [part for part in parts if getattr(part, "reads_positions", True)]
+        placed = [part for part in reading if any(getattr(each, "reads_coordinates", False) for each in part.modules())]
+        return sorted({_effect(part) for part in reading if part not in placed})
 
     def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GridState:
         """The grid of a call, as far as its arguments show it."""
@@ -245,13 +250,6 @@ def _effect(part: nn.Module) -> str:
     return "the logit scale" if isinstance(part, LogitScale) else "the bias"
 
 
-def _reads_order_only(part: nn.Module) -> bool:
-    """Whether a part reads positions but no part of it reads coordinates."""
-    if not getattr(part, "reads_positions", True):
-        return False
-    return not any(getattr(module, "reads_coordinates", False) for module in part.modules())
-
-
 def _reads_pixels(model: Any) -> bool:
     """Whether the only input of a `PreTrainedModel` is images or videos, so that its tokens are patches on a grid."""
     if any(name.endswith("input_ids") for name in forward_parameters(type(model))) or reads_frames(model):
@@ -269,17 +267,8 @@ def _reads_spectrogram(config: Any) -> bool:
 def _pixel_argument(model: Any) -> str | None:
     """The argument that holds images, videos, or patches and the sizes of their grids."""
     names = list(forward_parameters(type(model)))
-    for name in names:
-        if name.startswith("pixel_values"):
-            return name
-    return names[1] if any(name in names for name in ("grid_thw", "spatial_shapes", "image_grid_thw")) else None
-
-
-def _is_projection(module: nn.Module, config: Any) -> bool:
-    """Whether a module is a convolution of pixels that reduces their number."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d) or module.stride[-1] == 1:
-        return False
-    return module.in_channels == _channels(config)
+    packed = any(name in names for name in ("grid_thw", "spatial_shapes", "image_grid_thw"))
+    return next((name for name in names if name.startswith("pixel_values")), names[1] if packed else None)
 
 
 def _channels(config: Any) -> int:

@@ -202,11 +202,8 @@ def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotatio
         raise several_tables(stack, [table.full_name for table in grid.tables])
     schemes = [_table_scheme(table, grid) for table in grid.tables]
     bias = bias_scheme(grid.biases, stack.module)
-    rotated = [
-        (attention, rotations[path])
-        for attention in stack.attentions
-        if (path := f"{stack.name}:{attention.path}") in rotations
-    ]
+    paths = ((attention, f"{stack.name}:{attention.path}") for attention in stack.attentions)
+    rotated = [(attention, rotations[path]) for attention, path in paths if path in rotations]
     if bias is not None:
         schemes.append(bias)
     if rotated:
@@ -334,9 +331,7 @@ def _per_pair(phases: Tensor, layout: str) -> Tensor:
     """`(tokens, pairs)`: the cosine of each pair, from phases of any shape."""
     cosines = phases.real if phases.is_complex() else phases
     cosines = cosines.reshape(-1, cosines.shape[-1]).float()
-    if phases.is_complex() or layout.startswith("half"):
-        return cosines
-    return cosines[:, ::2]
+    return cosines if phases.is_complex() or layout.startswith("half") else cosines[:, ::2]
 
 
 def _agrees(angles: Tensor, positions: Positions, shown: Tensor) -> bool:

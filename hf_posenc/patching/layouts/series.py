@@ -129,10 +129,9 @@ class Series(Layout):
                     class_tokens = int(getattr(module, "cls_token", None) is not None)
                     series.tables.append(OwnedTable(path, module, name, class_tokens))
         of_positions = {id(layer) for vectors in series.vectors for layer in vectors.module.modules()}
-        series.mixes_neighbours = any(
-            isinstance(layer, nn.Conv1d | nn.Conv2d) and max(layer.kernel_size) > 1 and id(layer) not in of_positions
-            for layer in stack.module.modules()
-        )
+        others = (layer for layer in stack.module.modules() if id(layer) not in of_positions)
+        convolutions = (layer for layer in others if isinstance(layer, nn.Conv1d | nn.Conv2d))
+        series.mixes_neighbours = any(max(layer.kernel_size) > 1 for layer in convolutions)
         return series
 
     @classmethod

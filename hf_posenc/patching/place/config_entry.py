@@ -39,7 +39,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from yaml.representer import Representer, SafeRepresenter
 
-from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
+from hf_posenc.entry import ATTRIBUTE, CLASS_PREFIX, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH
 from hf_posenc.patching.anatomy.sites import AddedModule
 from hf_posenc.version import __version__
@@ -47,7 +47,6 @@ from hf_posenc.version import __version__
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import PositionEncoding
 
-ARCHITECTURE_PREFIX = "hf_posenc."
 #: The field of an entry with the position fields of the stock config, by name of the sub-config. They are compared when
 #: the model is loaded, because a field that is changed in the file would have no effect.
 NATIVE_FIELDS = "native_fields"
@@ -281,10 +280,8 @@ def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
     """Converts the dictionary of a config with an entry from its form in memory to that of `config.json`."""
     disk = _with_sentence(memory)
     disk["model_type"] = STORED_MODEL_TYPE
-    disk["architectures"] = [
-        architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
-        for architecture in memory.get("architectures") or []
-    ]
+    plain = (name.removeprefix(CLASS_PREFIX) for name in memory.get("architectures") or [])
+    disk["architectures"] = [CLASS_PREFIX + name for name in plain]
     disk[ATTRIBUTE] = memory[ATTRIBUTE] | {
         "format": FORMAT,
         "hf_posenc_version": __version__,
@@ -372,9 +369,8 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
             continue
         if isinstance(name, SchemeName) and name.entry is not None:  # the config was copied from a patched model's
             target.__dict__[attribute] = str(name)
-        encoding.record.journal.set(
-            target, attribute, SchemeName(str(name), entry, model.base_model, _length(encoding))
-        )
+        named = SchemeName(str(name), entry, model.base_model, _length(encoding))
+        encoding.record.journal.set(target, attribute, named)
 
 
 def refresh_names(encoding: PositionEncoding, *, scheme_changed: bool = False) -> None:

@@ -133,9 +133,8 @@ class LayerEncoding:
         #: Whether layers of the kind only have to rotate their queries, if keys were rotated before they were cached.
         self.differs_in_rotation = self.only_rotates_by_input and rotates and not (again or self.shard)
         #: A name of the layers that leave their checks to the first of them; `None` if each checks.
-        self.checked_with: Hashable = self.identity if self.repeats_bias else None
-        if self.differs_in_rows or self.differs_in_rotation:
-            self.checked_with = self.kind
+        of_kind = self.differs_in_rows or self.differs_in_rotation
+        self.checked_with: Hashable = self.kind if of_kind else self.identity if self.repeats_bias else None
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
         #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.
@@ -271,12 +270,11 @@ class StackEncoding(nn.Module):
 
     def follow_layers(self, stack: Stack) -> None:
         """Moves every part to the device of the first layer that uses it."""
-        for attention, layer in reversed(list(zip(stack.attentions, self.layers, strict=True))):
+        places = [(attention.module, layer) for attention, layer in zip(stack.attentions, self.layers, strict=True)]
+        across = [(stack.module.get_submodule(path), layer) for path, layer in self.cross.items()]
+        for module, layer in (*reversed(places), *across):
             for part in layer.parts:
-                part.to(execution_device(attention.module))
-        for path, layer in self.cross.items():
-            for part in layer.parts:
-                part.to(execution_device(stack.module.get_submodule(path)))
+                part.to(execution_device(module))
 
 
 def _one_additive(added_by: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:

@@ -118,12 +118,9 @@ def _initialize(
     wanted = native
     if before is not None and before.chosen is not None:
         wanted = lengths.chosen = before.chosen
-    elif (
-        native is not None
-        and reach.made_for is not None
-        and not _is_native_length(encoding.config, reach.made_for, stacks, native)
-    ):
-        wanted = max(native, reach.made_for)
+    elif native is not None and reach.made_for is not None:
+        is_native = _is_native_length(encoding.config, reach.made_for, stacks, native)
+        wanted = native if is_native else max(native, reach.made_for)
     write_length(encoding, model, lengths, None if wanted is None else _within(reach, wanted), part)
 
 

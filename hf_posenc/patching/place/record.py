@@ -67,9 +67,8 @@ class _Change:
     def is_in_place(self) -> bool:
         """Whether the attribute still has the patch's value."""
         present = self.target.__dict__.get(self.attribute)
-        return present is self.ours or (
-            type(present) is type(self.ours) and isinstance(present, _PLAIN) and present == self.ours
-        )
+        is_plain = type(present) is type(self.ours) and isinstance(present, _PLAIN)
+        return present is self.ours or (is_plain and present == self.ours)
 
 
 @dataclass
@@ -300,8 +299,7 @@ class OwnConfig:
     @property
     def config(self) -> PreTrainedConfig:
         """The copy of the model's config."""
-        config: PreTrainedConfig = self._pairs[0][1]
-        return config
+        return self._pairs[0][1]
 
     def belongs_to(self, model: PreTrainedModel) -> bool:
         """Whether a model has this config, or the original of it."""

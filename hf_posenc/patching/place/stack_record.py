@@ -81,9 +81,7 @@ class StackRecord:
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
         #: The parameters that `patch_model` has initialised, and how often they had been written to then. Not by weak
         #: references, with which torch.utils.swap_tensors refuses a tensor.
-        self.new: list[tuple[nn.Parameter, int]] = []
-        if before is not None and before.encoding is encoding:
-            self.new = before.new
+        self.new: list[tuple[nn.Parameter, int]] = before.new if before and before.encoding is encoding else []
         #: Those among them that an adapter has frozen.
         self.frozen: list[nn.Parameter] = []
         self._reset()
@@ -177,11 +175,8 @@ class StackRecord:
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
         tables = {id(change.target) for change in forwards if isinstance(change.ours, TableSite)}
-        bare = [
-            (path, module)
-            for path, module in (*patched, *sites)
-            if forward_on_instance(module) is None and tables.isdisjoint(map(id, module.modules()))
-        ]
+        stock = ((path, module) for path, module in (*patched, *sites) if forward_on_instance(module) is None)
+        bare = [(path, module) for path, module in stock if tables.isdisjoint(map(id, module.modules()))]
         if bare:
             path, module = bare[0]
             more = f", and {len(bare) - 1} more" if len(bare) > 1 else ""

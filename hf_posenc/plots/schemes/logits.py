@@ -157,10 +157,8 @@ def decay(subject: Subject) -> Figure:
     if _is_added(subject):
         vectors = added_vectors(subject, _LENGTH)
         products = vectors @ vectors.T / vectors.shape[1]
-        last, *earlier = (
-            torch.cat((products[query, : query + 1].flip(0), torch.full((_LENGTH - 1 - query,), torch.nan)))
-            for query in _QUERIES
-        )
+        unseen = {query: torch.full((_LENGTH - 1 - query,), torch.nan) for query in _QUERIES}
+        last, *earlier = (torch.cat((products[at, : at + 1].flip(0), after)) for at, after in unseen.items())
         reach = float(last.abs().max())
         same = all(bool(((line - last).abs() < _ALIKE * reach)[~line.isnan()].all()) for line in earlier)
         names = [f"query at position {query}" for query in _QUERIES]

@@ -43,10 +43,8 @@ class SinusoidalEncoding(AdditiveEncoding):
             where = places(positions, self.axes, SinusoidalConfig.name)
             coordinates = where.coordinates
             without = without if where.placed is None else without | ~where.placed
-        parts = [
-            self._vectors(coordinates[axis], frequencies, width)
-            for axis, frequencies, width in zip(self.order, self._frequencies, self.widths, strict=True)
-        ]
+        axes = zip(self.order, self._frequencies, self.widths, strict=True)
+        parts = [self._vectors(coordinates[axis], frequencies, width) for axis, frequencies, width in axes]
         vectors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return _padded(vectors.masked_fill(without.unsqueeze(-1), 0.0), self.hidden_size)
 

@@ -88,9 +88,8 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
                 "enough. To scale it, patch with 'rope' and its theta."
             )
         far = far or {0}
-    layers = tuple(
-        _replaced(config.for_layer(layer, kind), natives[layer], layer in far) for layer, kind in enumerate(layer_types)
-    )
+    schemes = [config.for_layer(layer, kind) for layer, kind in enumerate(layer_types)]
+    layers = tuple(_replaced(scheme, natives[layer], layer in far) for layer, scheme in enumerate(schemes))
     uniform = not isinstance(native, LayeredConfig) and not per_layer and len(set(layers)) == 1
     return layers[0] if uniform else ScheduleConfig(layers=layers)
 
@@ -110,9 +109,8 @@ def _with_scaling(native: SchemeConfig, scaling: RopeScaling) -> SchemeConfig:
         )
     if native.children():
         children = native.children().items()
-        return native.with_children(
-            {place: _with_scaling(child, scaling) if _rotations(child) else child for place, child in children}
-        )
+        rotating = {place: _with_scaling(child, scaling) for place, child in children if _rotations(child)}
+        return native.with_children(native.children() | rotating)
     if "scaling" not in {field.name for field in dataclasses.fields(native)}:
         raise ValueError(
             f"NativeConfig.scaling: the native scheme is the rotation {native.name!r}, which has no scaling in this "

@@ -45,9 +45,8 @@ class PartsConfig(SchemeConfig):
         if not all(isinstance(name, str) and name for name in names):
             raise ValueError(f"PartsConfig.names is {shown(names)}; expected the names of parts, such as 'text'.")
         object.__setattr__(self, "names", tuple(names))
-        object.__setattr__(
-            self, "schemes", tuple(as_scheme(scheme, "An entry of PartsConfig.schemes") for scheme in schemes)
-        )
+        configs = tuple(as_scheme(scheme, "An entry of PartsConfig.schemes") for scheme in schemes)
+        object.__setattr__(self, "schemes", configs)
         if any(isinstance(scheme, PartsConfig) for scheme in self.schemes):
             raise ValueError("A part of a model has one scheme, but PartsConfig.schemes contains a PartsConfig.")
 

@@ -70,9 +70,8 @@ class ScheduleConfig(LayeredConfig):
                 f"ScheduleConfig.layers is {shown(self.layers)}; a schedule needs at least one layer, for example "
                 f"(RopeConfig(), NoneConfig()), and has at most {MOST_LAYERS}."
             )
-        object.__setattr__(
-            self, "layers", tuple(as_scheme(layer, "An entry of ScheduleConfig.layers") for layer in self.layers)
-        )
+        configs = tuple(as_scheme(layer, "An entry of ScheduleConfig.layers") for layer in self.layers)
+        object.__setattr__(self, "layers", configs)
         for index, config in enumerate(self.layers):
             check_not_layered(f"Layer {index} of a schedule", config)
 

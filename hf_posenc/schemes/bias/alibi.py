@@ -60,9 +60,7 @@ class AlibiSlopes(LogitBias):
 
     def slopes_on(self, device: torch.device) -> Tensor:
         """Returns the current slopes, `(heads,)` float32; fixed ones are on `device`."""
-        if self.log_slopes is not None:
-            return self.log_slopes.float().exp()
-        return self._initial_slopes.on(device)
+        return self._initial_slopes.on(device) if self.log_slopes is None else self.log_slopes.float().exp()
 
     def _penalty(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32, for integers or real numbers."""

@@ -44,9 +44,7 @@ class CopeBias(PairwiseBias):
             row = positions.long().clamp(0, last - 1)
             share = positions - row
         near = torch.lerp(products.gather(-1, row), products.gather(-1, row + 1), share)
-        if far == 0:
-            return near
-        return torch.cat((products[..., -1:].expand(-1, -1, -1, far), near), dim=-1)
+        return near if far == 0 else torch.cat((products[..., -1:].expand(-1, -1, -1, far), near), dim=-1)
 
     def _positions(self, pairs: AttentionPairs, first: int) -> Tensor:
         """`(batch, heads, query_len, key_len - first)`: the rows of the table at each key from `first` on."""

@@ -103,8 +103,7 @@ def _farthest(keys: Positions) -> list[int] | None:
         return [size - 1 for size in keys.grid]
 
     def read() -> list[int]:
-        spans: list[int] = (coordinates.amax((1, 2)) - coordinates.amin((1, 2))).tolist()
-        return spans
+        return (coordinates.amax((1, 2)) - coordinates.amin((1, 2))).tolist()
 
     return None if traced() else keys.remembered("spans", read, coordinates)
 

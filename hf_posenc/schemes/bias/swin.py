@@ -38,8 +38,7 @@ class SwinBias(NativeTable, PairwiseBias):
         self.resizing = Resizing(config.interpolation)
         self.size = table_size(self.grid)
         self.displacements = math.prod(self.size)
-        rows = self.displacements + CLASS_ENTRIES * self.class_entries
-        shape = (rows, context.num_heads)
+        shape = (self.displacements + CLASS_ENTRIES * self.class_entries, context.num_heads)
         self.weight = self.learned("weight", shape, std=context.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:

@@ -27,9 +27,8 @@ class TisaBias(DistanceBias):
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
         axes = (*self.offsets.shape, *(1 for _ in distance.shape))
-        amplitudes, sharpness, offsets = (
-            parameter.float().view(axes) for parameter in (self.amplitudes, self.sharpness, self.offsets)
-        )
+        parameters = (self.amplitudes, self.sharpness, self.offsets)
+        amplitudes, sharpness, offsets = (parameter.float().view(axes) for parameter in parameters)
         bumps = amplitudes * torch.exp(-sharpness.abs() * (distance.float() - offsets).square())
         return bumps.sum(-1 - distance.ndim)
 

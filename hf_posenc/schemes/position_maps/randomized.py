@@ -90,9 +90,8 @@ class RandomizedMap(PositionMap):
         # The key compares by value, so that layers with separate copies share one draw.
         name = (RandomizedMap, self.max_position, self.real, last.shape[0])
         if name not in positions.memo:
-            positions.memo[name] = torch.rand(
-                last.shape[0], self.max_position, dtype=torch.float32, device=positions.ids.device
-            )
+            shape, device = (last.shape[0], self.max_position), positions.ids.device
+            positions.memo[name] = torch.rand(shape, dtype=torch.float32, device=device)
         noise, count = positions.memo[name].to(last.device), last + 1
         order = torch.arange(self.max_position, device=noise.device)
         # After the last token the table continues in order, beyond the range of the draw.

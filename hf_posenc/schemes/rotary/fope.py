@@ -96,9 +96,8 @@ class FourierMap(RotaryMap):
         """Returns mixed cosine and sine, each `(batch or 1, query_len, key_value_heads, rotary_dim)` in float32."""
         angles = self.angles(positions)
         turning, device = angles[..., : self.num_turning], angles.device
-        shares = (
-            self._initial_shares.on(device) if self.coefficients is None else self.shares(self.coefficients.float())
-        )
+        learned = self.coefficients
+        shares = self._initial_shares.on(device) if learned is None else self.shares(learned.float())
         waves, (_, heads, _, mixed) = torch.stack((turning.cos(), turning.sin())), shares.shape
         casts = torch._C._is_any_autocast_enabled() and device.type != "meta"
         # Float32 under autocast too.

@@ -63,9 +63,8 @@ class RepoConfig(RotaryConfig):
     per_layer: ClassVar[bool] = True
     part_class = RepoRotation
     causal_only = (
-        "repo computes the position of a token from its content alone, so the order of tokens is known only "
-        "from the causal mask. This model is bidirectional and would not see their order. Use 'grape_m' or "
-        "'rope'."
+        "repo computes the position of a token from its content alone, so the order of tokens is known only from the "
+        "causal mask. This model is bidirectional and would not see their order. Use 'grape_m' or 'rope'."
     )
 
     theta: float = 10000.0

@@ -306,9 +306,8 @@ def axial_frequencies(theta: float, rotary_dim: int, axes: int, assignment: str)
     for axis, columns in enumerate(owned):
         place = slice(start, start + len(columns)) if assignment in ("block", "split") else columns
         full_spectrum = assignment in ("block", "alternating")
-        frequencies[axis, place] = (
-            rope_inverse_frequencies(theta, 2 * len(columns)) if full_spectrum else spectrum[columns]
-        )
+        some = rope_inverse_frequencies(theta, 2 * len(columns)) if full_spectrum else spectrum[columns]
+        frequencies[axis, place] = some
         start += len(columns)
     return frequencies
 

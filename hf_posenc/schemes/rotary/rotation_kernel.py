@@ -152,8 +152,7 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
     if x.numel() <= _FEW or _needs_plain_torch(x, factors):
         return _rotated_without_kernel(x, factors, layout)
     if torch.is_grad_enabled() and x.requires_grad:
-        result: Tensor = _Rotation.apply(x, *factors, layout, None)
-        return result
+        return _Rotation.apply(x, *factors, layout, None)
     return _kernel(x, factors, layout)
 
 

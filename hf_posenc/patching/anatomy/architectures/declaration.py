@@ -82,7 +82,7 @@ class Architecture:
     pairing: str | None = None
     mechanism: str | None = None
     head_shape: Callable[[Any, Any], tuple[int, int]] | None = None
-    key_value_heads: Callable[[nn.Module], int] | None = None
+    key_value_heads: Callable[[Any], int] | None = None
     time_major: bool = False
     channels_first: bool = False
     bias_arguments: tuple[str, ...] = ()
@@ -149,9 +149,8 @@ def silencer(*unused: str, of: str | None = None, **instead: Any) -> Silencer:
                 if name == "forward":  # Other tools may wrap it.
                     patches.set_forward(module, OtherForward(module, substitute))
                 else:
-                    patches.replace(
-                        module, name, functools.partial(substitute, module) if callable(substitute) else substitute
-                    )
+                    value = functools.partial(substitute, module) if callable(substitute) else substitute
+                    patches.replace(module, name, value)
             patches.freeze(module, *unused)
 
     return silence
@@ -164,8 +163,7 @@ def silenced_children(*paths: str) -> Silencer:
         for attention in stack.attentions:
             below = dict(attention.module.named_modules())
             for module in (below[path] for path in paths if path in below):
-                zeros = zero_rows if isinstance(module, nn.Embedding) else zero_output
-                patches.set_forward(module, OtherForward(module, zeros))
+                patches.set_forward(module, OtherForward(module, zero_output))
                 patches.freeze_all(module)
 
     return silence
@@ -215,11 +213,6 @@ def no_bias(*args: Any, **kwargs: Any) -> None:
 def no_vectors(module: nn.Module, inputs: Tensor, *args: Any) -> Tensor:
     """Replaces the forward of a module that makes vectors for embeddings or positions: a zero `()` of their dtype."""
     return inputs.new_zeros(())
-
-
-def zero_rows(module: nn.Embedding, rows: Tensor) -> Tensor:
-    """Replaces the forward of a table: zeros `(..., embedding_dim)`."""
-    return module.weight.new_zeros(()).expand(*rows.shape, module.embedding_dim)
 
 
 def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,11 +140,8 @@ def _relative_table(stack: Stack) -> SchemeConfig:
 
 def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     """The table of the layer itself, or that of the first layer if it computes the bias for all layers."""
-    for module in (attention.module, stack.attentions[0].module):
-        table = getattr(module, "relative_attention_bias", None)
-        if table is not None:
-            return stored(table)
-    return None
+    tables = (getattr(layer.module, "relative_attention_bias", None) for layer in (attention, stack.attentions[0]))
+    return next((stored(table) for table in tables if table is not None), None)
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
@@ -162,11 +158,6 @@ def _gptj_native(stack: Stack) -> SchemeConfig:
 def _gptj_tables(stack: Stack) -> list[FixedTable]:
     # In each layer, or since transformers 5.24 in one rotary module.
     return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
-
-
-def _falcon_key_heads(module: Any) -> int:
-    """The number of key heads; the new decoder architecture first repeats its keys for every query head."""
-    return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
 
 
 def _silence_inkling(stack: Stack, patches: Journal) -> None:
@@ -200,10 +191,8 @@ def plain_heads(
     Returns:
         `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
     """
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    projected = (projection(hidden_states) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    query, key, value = (each.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2) for each in projected)
     scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
     if attention_mask is not None:
         scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
@@ -221,21 +210,12 @@ def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
 #: T5 and related models: the layer that owns the table computes the bias and passes it to the others.
 _NO_RELATIVE_TABLE = silencer("relative_attention_bias", compute_bias=zero_bias)
 _TEMPERATURE = "queries are scaled by a slow function of their position"
-_INKLING = Architecture(
-    mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
-)
-_T5 = Architecture(
-    mechanism="T5 relative bias",
-    silence=_NO_RELATIVE_TABLE,
-    native=_relative_table,
-    bias_table=_relative_bias_table,
-)
 
 
-def _inkling(prefix: str) -> Architecture:
-    """An Inkling model in which each token also attends to its own states in earlier blocks of layers."""
-    classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
-    return dataclasses.replace(_INKLING, attention_classes=classes)
+def _inkling(*classes: str) -> Architecture:
+    """Inkling, or one of its models with `classes`, whose tokens also attend to their own states in earlier blocks."""
+    mechanism = "relative bias that depends on the query"
+    return Architecture(attention_classes=classes, mechanism=mechanism, silence=_silence_inkling, kept=(_TEMPERATURE,))
 
 
 #: The declarations by the model types that they are for.
@@ -258,7 +238,12 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
         ),
         logit_terms=_deberta_logit_terms,
     ),
-    ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct_text_model"): _T5,
+    ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct_text_model"): Architecture(
+        mechanism="T5 relative bias",
+        silence=_NO_RELATIVE_TABLE,
+        native=_relative_table,
+        bias_table=_relative_bias_table,
+    ),
     ("cohere_asr",): Architecture(tables=("pos_emb",)),
     ("bloom", "mpt"): Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
@@ -308,12 +293,13 @@ MECHANISMS: dict[tuple[str, ...], Architecture] = {
             "and, with eager attention, adds it twice. No scheme describes this.",
             if_set="use_alibi",
         ),
-        key_value_heads=_falcon_key_heads,
+        # The new decoder architecture first repeats its keys for every query head.
+        key_value_heads=lambda module: module.num_heads if module.new_decoder_architecture else module.num_kv_heads,
     ),
     ("beam", "llama4_text", "ministral3", "mistral4"): Architecture(kept=(_TEMPERATURE,)),
-    ("inkling_text",): _INKLING,
-    ("inkling2_text",): _inkling("Inkling2"),
-    ("inkling2_loop_text",): _inkling("Inkling2Loop"),
+    ("inkling_text",): _inkling(),
+    ("inkling2_text",): _inkling("Inkling2SlidingAttention", "Inkling2FullAttention"),
+    ("inkling2_loop_text",): _inkling("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention"),
     ("esm",): Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0)),
     ("openai_privacy_filter",): Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
     ("xlm",): Architecture(causal=lambda config: config.causal),

@@ -174,13 +174,10 @@ class LongRopeScaling(RopeScaling):
             if max_positions is None:
                 raise ValueError(
                     "LongRopeScaling.factor is None and the model's config has no length to infer it from. Give "
-                    "factor= (the "
-                    "extended length divided by original_max_positions) or attention_factor=."
+                    "factor= (the extended length divided by original_max_positions) or attention_factor=."
                 )
             factor = max_positions / self.original_max_positions
-        if factor <= 1:
-            return 1.0
-        return math.sqrt(1 + math.log(factor) / math.log(self.original_max_positions))
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(self.original_max_positions))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Raises if a sequence with cached keys grows past the original length."""
