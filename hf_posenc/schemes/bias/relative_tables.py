@@ -302,7 +302,7 @@ def sinusoidal_products(
     def of_keys() -> Tensor:
         return sinusoidal_vectors(keys.ids - origin, frequencies).unsqueeze(1).transpose(-1, -2)
 
-    direct, exchanged = keys.remembered(("turns", name), of_queries, query_positions, keys.ids)
+    direct, exchanged = keys.remembered(("turns", name), of_queries, pairs.query_slots, keys.ids)
     vectors = keys.remembered(("sinusoids", name), of_keys, keys.ids)
     halves_exchanged = query.roll(query.shape[-1] // 2, dims=-1)
     return torch.addcmul(query * direct, halves_exchanged, exchanged) @ vectors * factor
