@@ -68,12 +68,8 @@ class Own(nn.Module):
         return output if self.is_layer else (output, None)
 
 
-class SomeTokens(nn.Module):
+class SomeTokens(Beside):
     """A layer that sees some of the tokens, as in a mixture of depths."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         phases = tuple(phase[:, ::2] for phase in kwargs["position_embeddings"])

@@ -27,6 +27,7 @@ from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.models import VOCABULARY, tiny
+from tests.patching.test_changed_models import Beside
 
 #: A text that has to be padded to a multiple of the windows, and the native and the longer length.
 SHORT, NATIVE, LONG = 50, 64, 160
@@ -214,12 +215,8 @@ def test_a_layer_of_sparse_attention_may_be_dropped_and_not_be_the_first_twice(m
     assert torch.isfinite(logits(model, tokens(SHORT))).all()
 
 
-class Counted(nn.Module):
+class Counted(Beside):
     """Embeddings to which other code adds positions of its own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, **given: Any) -> Tensor:
         vectors: Tensor = self.inner(**given)
