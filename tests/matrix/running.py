@@ -31,8 +31,7 @@ def patched(name: str, scheme: Any, **overrides: Any) -> Any:
 
 def placed(model: Any, scheme: Any, **options: Any) -> Any:
     """The model with a scheme, whose parameters are drawn from the same seed in each call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         torch.manual_seed(7)
         patch_model(model, scheme, **options)
     strengthen(model)

@@ -32,6 +32,7 @@ from tests.kits.decoding import decoded
 from tests.matrix.running import distance, patched, tokens
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 ROTARY = "apply_rotary_pos_emb"
 
 
@@ -231,7 +232,6 @@ CELLS = [(name, scheme) for name, change in CHANGES.items() for scheme in change
 
 
 @pytest.mark.parametrize(("cell", "called"), in_turn(CELLS, [False, True]), ids=str)
-@torch.no_grad()
 def test_a_call_and_a_save_name_what_was_changed(cell: tuple[str, str], called: bool, tmp_path: Path) -> None:
     change, model, ids = CHANGES[cell[0]], patched("llama_gqa", cell[1]), tokens(1, 8)
     if called:
@@ -253,7 +253,6 @@ OF_A_CLASS = [(LlamaAttention, "forward"), (modeling_llama, "eager_attention_for
 
 
 @pytest.mark.parametrize(("place", "scheme"), in_turn([*OF_A_CLASS, (modeling_llama, ROTARY)], ["alibi", "rope"]))
-@torch.no_grad()
 def test_code_that_was_set_on_the_class_is_named(
     place: tuple[Any, str], scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -266,7 +265,6 @@ def test_code_that_was_set_on_the_class_is_named(
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if "beside" in name or "that is called" in name])
-@torch.no_grad()
 def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
     model = patched("llama_gqa", None)
     CHANGES[name].apply(model)
@@ -283,7 +281,6 @@ def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
         ("a patched base", True),
     ],
 )
-@torch.no_grad()
 def test_a_graph_names_what_was_changed(name: str, compiled_before: bool) -> None:
     torch._dynamo.reset()
     model, ids = patched("llama_gqa", "alibi", num_hidden_layers=2 if name == "a stock layer" else 1), tokens(1, 4)
@@ -296,6 +293,7 @@ def test_a_graph_names_what_was_changed(name: str, compiled_before: bool) -> Non
 
 
 @pytest.mark.parametrize("scheme", [None, "t5"])
+@torch.enable_grad()
 def test_an_encoder_of_another_model_is_not_called_or_saved(scheme: str | None, tmp_path: Path) -> None:
     model = patched("bart", "alibi")
     model.model.encoder = patched("bart", scheme).model.encoder
@@ -310,6 +308,7 @@ def test_an_encoder_of_another_model_is_not_called_or_saved(scheme: str | None, 
 
 @pytest.mark.parametrize(("architecture", "path"), [("gpt2", "h.1.attn"), ("bert", "encoder.layer.1.attention")])
 @pytest.mark.parametrize("scheme", ["alibi", "learned", "native"])
+@torch.enable_grad()
 def test_another_attention_is_refused_in_other_architectures(architecture: str, path: str, scheme: str) -> None:
     model = patched(architecture, scheme)
     model.base_model.set_submodule(path, Own(32, is_layer=False))
@@ -317,7 +316,6 @@ def test_another_attention_is_refused_in_other_architectures(architecture: str, 
         model(tokens(1, 8))
 
 
-@torch.no_grad()
 def test_a_stock_table_in_a_patched_model_is_named() -> None:
     model = patched("gpt2", "alibi")
     model(tokens(1, 8))
@@ -328,7 +326,6 @@ def test_a_stock_table_in_a_patched_model_is_named() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("scheme", ["native", "alibi", "forget_gate", "learned", "none"])
-@torch.no_grad()
 def test_tokens_that_a_layer_does_not_see_leave_the_positions_of_the_others_unknown(scheme: str, layer: int) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(1, 8)
     model.model.layers[layer] = SomeTokens(model.model.layers[layer])
@@ -347,7 +344,6 @@ def fading(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: A
     return eager(module, query, key, value * torch.linspace(0, 1, value.shape[2])[:, None], mask, **kwargs)
 
 
-@torch.no_grad()
 def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path: Path) -> None:
     model, ids = patched("llama_gqa", "rope"), tokens(1, 8)
     expected = model(ids).logits
@@ -368,7 +364,6 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
                 other(ids)
 
 
-@torch.no_grad()
 def test_no_advice_to_use_the_function_that_cannot_add_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", eager_attention_forward)
     model = patched("llama_gqa", "alibi", attn_implementation="sdpa")
@@ -391,7 +386,6 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return tuple(torch.view_as_real(x).mT.flatten(-2).to(q.dtype) for x in turned)
 
 
-@torch.no_grad()
 def test_a_rotary_function_of_other_code_is_a_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheme replaces it, and what else it does."""
     ids = tokens(1, 8)
@@ -407,7 +401,6 @@ def test_a_rotary_function_of_other_code_is_a_rotation(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "fire", "ssmax", "pope", "forget_gate"])
-@torch.no_grad()
 def test_a_wrapper_of_an_attention_function_is_called(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the name and the module of the function that it wraps."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, 12)

@@ -54,8 +54,7 @@ def test_a_length_goes_with_the_scheme_of_its_part() -> None:
     model = LLAVA.model()
     with pytest.warns(UserWarning, match="numbered row by row"):
         patch_model(model, "alibi", part="vision")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         patch_model(model, "alibi")
     native = model.config.text_config.max_position_embeddings
     extend_context(model, length=native + 7, part="text")
