@@ -54,6 +54,12 @@ def drawn(model: Any, std: float = 1.0) -> Any:
     return model
 
 
+def freshly_compiled(called: Any, backend: str = "eager", **options: Any) -> Any:
+    """A model or a function, compiled by a torch that has nothing compiled yet."""
+    torch._dynamo.reset()
+    return torch.compile(called, backend=backend, **options)
+
+
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     """Those of a loss alone, by the names of the parameters that have one."""
     model.zero_grad()

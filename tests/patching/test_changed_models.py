@@ -29,7 +29,7 @@ from hf_posenc import (
     save_position_adapter,
 )
 from tests.kits.decoding import decoded
-from tests.matrix.running import distance, patched, tokens
+from tests.matrix.running import distance, freshly_compiled, patched, tokens
 from tests.thinning import in_turn
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -282,9 +282,8 @@ def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
     ],
 )
 def test_a_graph_names_what_was_changed(name: str, compiled_before: bool) -> None:
-    torch._dynamo.reset()
     model, ids = patched("llama_gqa", "alibi", num_hidden_layers=2 if name == "a stock layer" else 1), tokens(1, 4)
-    run = torch.compile(model, backend="eager")
+    run = freshly_compiled(model)
     if compiled_before:
         assert torch.allclose(run(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-5)
     CHANGES[name].apply(model)

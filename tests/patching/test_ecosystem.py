@@ -18,7 +18,7 @@ from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.integrations.subject import NEW_TOKENS, argmax_decoding, left_padded
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, placed, tokens
+from tests.matrix.running import distance, freshly_compiled, outputs, patched, placed, tokens
 from tests.models import tiny_config
 from tests.thinning import in_turn, mostly_slow
 
@@ -80,8 +80,7 @@ def test_compiled_scores_outside_the_interface_and_compiled_layers(scheme: str) 
     packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), "use_cache": False}
     model = patched("gptj", scheme, n_layer=1)
     expected = model(tokens(1, 8), use_cache=False).logits
-    torch._dynamo.reset()
-    assert distance(torch.compile(model, backend="eager")(tokens(1, 8), use_cache=False).logits, expected) <= 1e-5
+    assert distance(freshly_compiled(model)(tokens(1, 8), use_cache=False).logits, expected) <= 1e-5
     model = patched("llama_gqa", scheme, num_hidden_layers=1)
     expected = model(tokens(1, 8), **packed).logits
     torch._dynamo.reset()

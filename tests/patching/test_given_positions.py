@@ -19,7 +19,7 @@ from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patc
 from hf_posenc.schemes.parts import DistanceBias, Part
 from tests.kits.decoding import left_padding
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, gradients, outputs, patched, tokens
+from tests.matrix.running import distance, freshly_compiled, gradients, outputs, patched, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
 from tests.thinning import in_turn, mostly_slow
@@ -180,8 +180,7 @@ _BOUNDS: dict[str, tuple[Any, bool, int]] = {
 def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
     scheme, from_first, end = _BOUNDS[name]
     model, ids, near = patched("llama_gqa", scheme, num_hidden_layers=1), tokens(1, LENGTH), torch.arange(LENGTH)[None]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = freshly_compiled(model, "aot_eager", fullgraph=True)
     expected = model(ids, position_ids=near, use_cache=False).logits
     assert distance(compiled(ids, position_ids=near, use_cache=False).logits, expected) <= CLOSE
     refused = [near - 1] * from_first + [near.clamp(max=LENGTH - 2) + end - LENGTH + 2]
@@ -196,8 +195,7 @@ def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
     torch_since("2.13", "graphs compute the bias of gaps by position")
     model = patched("llama_gqa", "t5", attn_implementation="sdpa", num_hidden_layers=1)
     ids = tokens(2, LENGTH)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = freshly_compiled(model, fullgraph=True)
     left = hole()
     left[1, :3] = 0
     arguments: dict[str, Any] = {"use_cache": False}
@@ -220,8 +218,7 @@ def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
     full = model(ids, attention_mask=mask).logits
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
     model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = freshly_compiled(model, fullgraph=True)
     for i in range(16, LENGTH):
         step = compiled(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits
         assert distance(step, full[:, i : i + 1]) <= 1e-4
@@ -240,12 +237,10 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
     with pytest.raises(UnsupportedError, match=r"reach 22.*would stand at 6.*Pass position_ids"):
         model(ids[:, 6:], past_key_values=filled())
     expected = model(ids[:, 6:], past_key_values=filled(), **given).logits
-    torch._dynamo.reset()
-    found = torch.compile(model, backend="eager")(ids[:, 6:], past_key_values=filled(), **given).logits
+    found = freshly_compiled(model)(ids[:, 6:], past_key_values=filled(), **given).logits
     assert distance(found, expected) <= 1e-5
-    torch._dynamo.reset()
     with pytest.raises(Exception, match="a compiled graph cannot read"):
-        torch.compile(model, backend="eager", fullgraph=True)(ids[:, 6:], past_key_values=filled(), **given)
+        freshly_compiled(model, fullgraph=True)(ids[:, 6:], past_key_values=filled(), **given)
 
 
 @pytest.mark.long
@@ -254,9 +249,8 @@ def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: boo
     """A compiled graph cannot decide what to record, so it records that somebody has to look."""
     torch_since("2.13", "what a graph sets on a cache is lost, and the cache is refused for that")
     model, ids = patched("llama_gqa", "fire", num_hidden_layers=1), tokens(1, 8)
-    compiled, ones = torch.compile(model, backend="eager"), torch.ones(1, 6)
+    compiled, ones = freshly_compiled(model), torch.ones(1, 6)
     gaps, contiguous = torch.tensor([[0, 1, 2, 20, 21, 22]]), torch.arange(6)[None]
-    torch._dynamo.reset()
 
     def filled(position_ids: Tensor) -> Any:
         cache = {} if own_cache else {"past_key_values": DynamicCache(config=model.config)}

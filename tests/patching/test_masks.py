@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.attention.block_attention import merge_mask
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, tokens
+from tests.matrix.running import distance, freshly_compiled, outputs, patched, tokens
 from tests.thinning import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -70,8 +70,7 @@ def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> 
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     if compiled:
-        torch._dynamo.reset()
-        model.forward = torch.compile(model.forward, backend="eager")
+        model.forward = freshly_compiled(model.forward)
     both = model.generate(padded, attention_mask=mask, cache_implementation="static", **settings)
     assert torch.equal(both.sequences[:, 15:], alone.sequences[:, 10:])
     assert distance(torch.stack(both.logits), torch.stack(alone.logits)) <= 1e-4

@@ -26,7 +26,7 @@ from hf_posenc import (
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
-from tests.matrix.running import gradients
+from tests.matrix.running import freshly_compiled, gradients
 from tests.models import tiny
 from tests.thinning import in_turn
 
@@ -178,8 +178,7 @@ def test_checkpointing_changes_no_gradient_and_half_precision_is_close(
 def test_compiled(scheme: str) -> None:
     model = patch_model(vit(), scheme)
     expected = tokens(model, image())
-    torch._dynamo.reset()
-    compiled = torch.compile(model.vit, fullgraph=True)
+    compiled = freshly_compiled(model.vit, "inductor", fullgraph=True)
     with torch.no_grad():
         assert torch.allclose(compiled(image()).last_hidden_state, expected, atol=1e-4)
 
