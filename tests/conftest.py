@@ -40,6 +40,13 @@ def environment() -> Iterator[None]:
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """For the tests of a file, most of which need none."""
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A browser of playwright. Skips the test where playwright or Chromium is missing."""

@@ -26,6 +26,8 @@ def test_columns_that_do_not_fit_follow_behind_the_first_one_again():
         first, *others = format_table(HEADERS, ROWS).split("\n\n")
     assert others
     assert all("alibi" in block for block in (first, *others))
+    with fitted_to(40):  # Markdown does not wrap.
+        assert len(format_table(HEADERS, ROWS, form="markdown").splitlines()) == 2 + len(ROWS)
 
 
 def test_a_table_that_fits_is_as_it_was():
@@ -33,8 +35,3 @@ def test_a_table_that_fits_is_as_it_was():
     with fitted_to(max(map(len, free.splitlines()))):
         assert format_table(HEADERS, ROWS) == free
     assert len(free.splitlines()) == 2 + len(ROWS)
-
-
-def test_markdown_does_not_wrap():
-    with fitted_to(40):
-        assert len(format_table(HEADERS, ROWS, form="markdown").splitlines()) == 2 + len(ROWS)

@@ -128,18 +128,14 @@ def test_the_operator_is_one_that_torch_can_trace() -> None:
     torch.library.opcheck(module._fused_attention, (*given[:3], None, terms, torch.arange(11), None, 0.3, True))
 
 
-def test_a_mask_with_one_entry_for_all_keys() -> None:
+def test_a_mask_may_have_one_entry_for_all_keys_or_is_refused() -> None:
     """Which the crop of a block must not take for the first key alone."""
     given = tensors(2, 2, 17, 17)
     compare(given, torch.ones(1, 1, 1, 1, dtype=torch.bool))
     compare(given, torch.ones(2, 1, 17, 1, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 17, 9), (1, 1, 5, 17), (17, 17)])
-def test_a_mask_that_fits_neither_is_refused(shape: tuple[int, ...]) -> None:
-    given = tensors(2, 2, 17, 17)
-    with pytest.raises(UnsupportedError, match="17 queries and 17 keys"):
-        distance_attention(*given, torch.ones(shape, dtype=torch.bool), 0.3, False)
+    for shape in ((1, 1, 17, 9), (1, 1, 5, 17), (17, 17)):
+        with pytest.raises(UnsupportedError, match="17 queries and 17 keys"):
+            distance_attention(*given, torch.ones(shape, dtype=torch.bool), 0.3, False)
 
 
 def test_a_query_that_an_additive_mask_leaves_nothing_has_no_gradient() -> None:
@@ -161,16 +157,12 @@ def test_double_precision_stays_double() -> None:
     torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_refused_and_nothing_is_attended_for_no_row() -> None:
     query, key, value, vector = tensors(1, 2, 9, 9)
     output = distance_attention(query, key, value, vector, None, 0.3, True)
     (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         gradient.sum().backward()
-
-
-def test_nothing_to_attend_for() -> None:
-    query, key, value, vector = tensors(1, 2, 9, 9)
     found = distance_attention(query[:0], key[:0], value[:0], vector, None, 0.3, True)
     assert found.shape == (0, 9, 4, 8)
     (gradient,) = torch.autograd.grad(found.sum(), vector)

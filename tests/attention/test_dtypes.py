@@ -88,19 +88,13 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_autocast_leaves_float64_alone(kind: str) -> None:
+def test_autocast_leaves_float64_alone_and_keys_of_another_dtype_are_refused(kind: str) -> None:
+    """By torch, as without a bias: a cache of another dtype than the model is a mistake."""
     query, key, value, vector = (tensor.detach() for tensor in given(20, torch.float64))
     form, _ = form_of(kind, vector, 20)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = attended(form, query, key, value, is_causal=False)
     assert torch.equal(found, attended(form, query, key, value, is_causal=False))
-
-
-@pytest.mark.parametrize("kind", FORMS)
-def test_keys_of_another_dtype_are_refused(kind: str) -> None:
-    """By torch, as without a bias: a cache of another dtype than the model is a mistake."""
-    query, key, value, vector = (tensor.detach() for tensor in given(20, torch.float64))
-    form, _ = form_of(kind, vector, 20)
     for narrow in (torch.float32, torch.bfloat16):
         with pytest.raises(RuntimeError, match="dtype"):
             attended(form, query, key.to(narrow), value.to(narrow), is_causal=False)

@@ -319,8 +319,7 @@ def test_a_new_scheme_that_an_adapter_freezes_is_named_in_the_first_training_cal
     scheme, adapt, warns = FREEZING[case]
     model = adapt(patch_model(made(), scheme), tmp_path)
     ids = torch.arange(1, 9).unsqueeze(0)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as shown:
         model.eval()(input_ids=ids)
         assert not [one for one in shown if "PEFT has frozen" in str(one.message)]
         for _ in range(2):

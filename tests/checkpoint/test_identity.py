@@ -169,8 +169,7 @@ def test_a_folder_of_an_older_version_loads_with_a_warning_and_names_its_scheme_
         assert_same(loaded, expected)
         assert loaded.load_state_dict(loaded.state_dict())
     loaded.save_pretrained(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert_same(AutoModelForCausalLM.from_pretrained(folder), expected)
 
 

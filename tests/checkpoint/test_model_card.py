@@ -213,7 +213,9 @@ def test_a_generated_card_is_replaced_unless_it_was_filled_in(llama: Any, tmp_pa
     assert by_hand[1] in readme.read_text().replace("tags:\n- mine\n- hf_posenc\n- position-encoding\n- rope\n", "")
 
 
-def test_a_section_of_another_card_is_removed_with_its_tags(llama: Any, tmp_path: Path) -> None:
+def test_a_section_of_another_card_is_removed_with_its_tags_and_text_behind_half_a_one_is_kept(
+    llama: Any, tmp_path: Path
+) -> None:
     readme = tmp_path / "README.md"
     llama.save_pretrained(tmp_path)
     other = readme.read_text()
@@ -223,13 +225,7 @@ def test_a_section_of_another_card_is_removed_with_its_tags(llama: Any, tmp_path
     llama.save_pretrained(tmp_path)
     assert readme.read_text().count("## Position encoding") == 1
     assert ModelCard.load(readme).data.tags == ["hf_posenc", "position-encoding", "alibi"]
-
-
-def test_text_behind_half_a_section_is_kept(llama: Any, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    llama.save_pretrained(tmp_path)
-    text = readme.read_text()
-    readme.write_text(f"{text[: text.index('### Load it')]}\n## Limits\n\nIt is tiny.\n")
+    readme.write_text(f"{other[: other.index('### Load it')]}\n## Limits\n\nIt is tiny.\n")
     for _ in range(2):
         llama.save_pretrained(tmp_path)
         assert "## Limits\n\nIt is tiny." in readme.read_text()

@@ -73,9 +73,9 @@ def test_loading_options_act(stock: Path) -> None:
     assert_same(found, copy.deepcopy(model).to(torch.bfloat16))
 
 
-def test_everything_else_finds_its_files_by_that_name(stock: Path) -> None:
+def test_everything_else_finds_its_files_by_that_name_which_is_a_string_everywhere(stock: Path) -> None:
     model = base(stock, "alibi")
-    name = model.config._name_or_path
+    name, plain = model.config._name_or_path, str(stock)
     assert AutoTokenizer.from_pretrained(name)("word5 word9").input_ids == [5, 9]
     assert AutoConfig.from_pretrained(name).model_type == "llama"
     assert GenerationConfig.from_pretrained(name) is not None
@@ -83,10 +83,6 @@ def test_everything_else_finds_its_files_by_that_name(stock: Path) -> None:
     asked = {"max_new_tokens": 5, "do_sample": False}
     expected = pipeline("text-generation", model=model, tokenizer=tokenizer)("word5 word9", **asked)
     assert pipeline("text-generation", model=name)("word5 word9", **asked) == expected
-
-
-def test_it_is_a_string_everywhere(stock: Path) -> None:
-    name, plain = base(stock, "alibi").config._name_or_path, str(stock)
     assert isinstance(name, SchemeName)
     assert name == plain
     assert hash(name) == hash(plain)

@@ -251,8 +251,7 @@ def test_the_argument_of_another_project_stays_theirs(tmp_path: Path) -> None:
 def test_a_warning_points_at_the_line_that_asked() -> None:
     """Both ways to ask are of different depth in this library and in transformers."""
     config = tiny_config("LlamaForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         patch_model(LlamaForCausalLM(config), "p_rope")
         AutoModelForCausalLM.from_config(config, position_encoding="p_rope")
     places = [Path(warning.filename).name for warning in caught if "rotates with theta" in str(warning.message)]

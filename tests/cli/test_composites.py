@@ -50,9 +50,6 @@ def test_one_part_is_patched_and_then_the_other(llava: str, tmp_path: Path, caps
     assert "already has the position encoding none" in refused(
         capsys, "patch", second, "alibi", "--part", "vision", "--output", str(tmp_path / "third")
     )
-    assert "Known: text, vision" in refused(
-        capsys, "patch", second, "alibi", "--part", "audio", "--output", str(tmp_path / "third")
-    )
 
 
 def test_the_parts_are_listed(llava: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,8 +107,7 @@ class TestPatch:
         said = "48 of the 80 rows of the table of 'learned.*' are drawn at random.*--table-extension repeat"
         with pytest.warns(UserWarning, match=said):
             assert main([*words, str(tmp_path / "random")]) == 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert main([*words, str(tmp_path / "repeated"), "--table-extension", "repeat"]) == 0
         tables = [
             next(iter(load_model(str(tmp_path / name)).position_encoding.stacks.values())).additive.weight

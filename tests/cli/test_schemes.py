@@ -100,7 +100,8 @@ class TestImport:
         monkeypatch.setattr(extensions, "_imported", None)
         (tmp_path / "far_schemes.py").write_text(THIRD_PARTY)
         yield "far_schemes"
-        sys.modules.pop("far_schemes", None)
+        for name in ("far_schemes", "nearer_schemes"):
+            sys.modules.pop(name, None)
 
     @pytest.mark.parametrize(
         "words",
@@ -123,10 +124,7 @@ class TestImport:
         monkeypatch.setattr(extensions, "_imported", None)
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
         sys.modules.pop(module, None)
-        try:
-            assert main(["--import", "nearer_schemes", "schemes", "far_for_tests", "near_for_tests"]) == 0
-        finally:
-            sys.modules.pop("nearer_schemes", None)
+        assert main(["--import", "nearer_schemes", "schemes", "far_for_tests", "near_for_tests"]) == 0
 
     def test_the_working_folder_is_gone(self, capsys, module, tmp_path, monkeypatch):
         gone = tmp_path / "gone"

@@ -94,8 +94,7 @@ def model_of(scheme: str | None, dtype: torch.dtype) -> Any:
         PositionEncodingError, ValueError: if the scheme is not for such a model.
     """
     config = None if scheme is None else SCHEMES[scheme]
-    with torch.device("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.device("cpu"), warnings.catch_warnings(action="ignore"):
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         model = patched("llama_gqa", config, attn_implementation="sdpa", **sizes)
         return model.to(dtype).to(spreading.first())

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
@@ -21,7 +19,7 @@ import torch
 import transformers
 
 from tests.devices.test_strict_device import INSIDE, MATRIX, of_all, on_strict_device
-from tests.fresh import ROOT
+from tests.fresh import ROOT, printed, run_python
 
 PAGE = ROOT / "docs/results/devices.md"
 PLACEMENTS = {"one": "one device", "split": "split over two", "cpu": "split, a layer on the CPU", "disk": "on disk"}
@@ -103,14 +101,9 @@ def main() -> None:
         own = totals if scheme == "all" else counts[scheme]
         cells = [f"{own[placement]['ok']:,} / {own[placement]['failed']}" for placement in PLACEMENTS]
         lines.append(f"| {scheme} | " + " | ".join(cells) + " |")
-    lines += [_KERNELS, printed("tests.devices.kernels"), _GRAPHS, printed("tests.attention.graphs")]
+    for heading, module in ((_KERNELS, "tests.devices.kernels"), (_GRAPHS, "tests.attention.graphs")):
+        lines += [heading, printed(run_python("-W", "ignore", "-m", module))]
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-
-
-def printed(module: str) -> str:
-    """What a module prints that is run in a process of its own."""
-    words = [sys.executable, "-W", "ignore", "-m", module]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

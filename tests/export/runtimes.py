@@ -114,8 +114,7 @@ def patched(model: str, scheme: str) -> PreTrainedModel:
 
 def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
     """`{"carrier": ..., "checks": [...]}` of an export, or `{"refused": [reason, ...]}`. Other errors are raised."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         try:
             given = patched(model, scheme)
         except PositionEncodingError as refusal:

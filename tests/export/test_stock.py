@@ -50,7 +50,6 @@ from tests.checkpoint.checkpoint_cases import (
     results_of,
     roberta,
     t5,
-    token_ids,
     write_reference,
 )
 from tests.models import tiny
@@ -336,12 +335,6 @@ def test_stock_model_is_saved_as_it_is(tmp_path: Path) -> None:
     model = llama().eval()
     hf_posenc.export_model(model, tmp_path)
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(model))
-
-
-def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(exported / "gpt2-longer")
-    assert loaded.config.max_position_embeddings == 80
-    assert torch.isfinite(outputs(loaded, token_ids(80))).all()
 
 
 @pytest.mark.parametrize("scaling", [YarnScaling(4.0, 8192), DynamicScaling(4.0, 8192)], ids=["yarn", "dynamic"])

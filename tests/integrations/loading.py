@@ -21,6 +21,7 @@ from tests.integrations.subject import (
     tokens,
 )
 from tests.integrations.tool import Tool
+from tests.matrix.running import freshly_compiled
 
 _PLAIN = "a plain forward"
 _QUANTISED = "stock, quantised, then patched"
@@ -163,16 +164,14 @@ def _by_torch(model: Any) -> Any:
 def _compiled(scheme: Any) -> None:
     model, ids = llama(scheme), tokens()
     expected = _logits(model, ids)
-    torch._dynamo.reset()
-    assert_close(_logits(torch.compile(model, backend="aot_eager", fullgraph=True), ids), expected)
+    assert_close(_logits(freshly_compiled(model, "aot_eager", fullgraph=True), ids), expected)
 
 
 def _static_decoding_compiled(scheme: Any) -> None:
     model, prompt = llama(scheme), tokens(1, 9)
     settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(prompt, **settings)
-    torch._dynamo.reset()
-    model.forward = torch.compile(model.forward, backend="aot_eager")
+    model.forward = freshly_compiled(model.forward, "aot_eager")
     found = model.generate(prompt, cache_implementation="static", disable_compile=True, **settings)
     assert_same_tokens(found, expected)
 

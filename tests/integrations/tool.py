@@ -56,8 +56,7 @@ class Tool:
 
 def outcome(tool: Tool, scheme: Any) -> str:
     """`EQUAL`, or the reason of a refusal. Any other error is raised."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             tool.check(scheme)
         except PositionEncodingError as refusal:

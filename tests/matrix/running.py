@@ -31,8 +31,7 @@ def patched(name: str, scheme: Any, **overrides: Any) -> Any:
 
 def placed(model: Any, scheme: Any, **options: Any) -> Any:
     """The model with a scheme, whose parameters are drawn from the same seed in each call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         torch.manual_seed(7)
         patch_model(model, scheme, **options)
     strengthen(model)
@@ -53,6 +52,12 @@ def drawn(model: Any, std: float = 1.0) -> Any:
         for parameter in model.position_encoding.parameters():
             parameter.normal_(std=std)
     return model
+
+
+def freshly_compiled(called: Any, backend: str = "eager", **options: Any) -> Any:
+    """A model or a function, compiled by a torch that has nothing compiled yet."""
+    torch._dynamo.reset()
+    return torch.compile(called, backend=backend, **options)
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:

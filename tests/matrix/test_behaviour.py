@@ -23,6 +23,7 @@ from tests.thinning import mostly_slow
 from .architectures import ARCHITECTURES
 from .running import LENGTH, distance, gradients, outputs, patched, tokens
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5
 #: what a position must change to count as an effect; three orders above rounding.
@@ -91,7 +92,6 @@ def _length_dependent(model: Any) -> bool:
 
 
 @every_architecture
-@torch.no_grad()
 def test_native_round_trip(architecture: str) -> None:
     model = patched(architecture, None)
     stock, placed = outputs(model, tokens()), _placed_in(model)
@@ -107,7 +107,6 @@ def _native_type(architecture: str) -> type[SchemeConfig]:
 
 
 @cells(ARCHITECTURES, turn=0)
-@torch.no_grad()
 def test_effect_and_undo(architecture: str, scheme: str) -> None:
     model = patched(architecture, None)
     stock, before = outputs(model, tokens()), {key: value.clone() for key, value in model.state_dict().items()}
@@ -134,7 +133,6 @@ def _placed_in(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("scheme", [name for name, row in TABLE.items() if row.causal_only])
-@torch.no_grad()
 def test_an_encoder_refuses_a_causal_scheme_and_stays_as_it_was(scheme: str) -> None:
     model = patched("bert", None)
     stock = outputs(model, tokens())
@@ -145,7 +143,6 @@ def test_an_encoder_refuses_a_causal_scheme_and_stays_as_it_was(scheme: str) -> 
 
 
 @every_architecture
-@torch.no_grad()
 def test_order_is_invisible_without_positions(architecture: str) -> None:
     """Encoders commute with permutations; the last token of one causal layer does not see the order of the others."""
     causal = ARCHITECTURES[architecture].causal
@@ -178,7 +175,6 @@ def test_order_is_invisible_without_positions(architecture: str) -> None:
 
 
 @cells(CAUSAL, turn=1)
-@torch.no_grad()
 def test_decoding_equals_the_full_forward(architecture: str, scheme: str) -> None:
     """Behind a cache that grows, and a static one if the stock model decodes with it in this version."""
     model, ids = patched(architecture, ALL_SCHEMES[scheme]), tokens()
@@ -196,7 +192,6 @@ def test_decoding_equals_the_full_forward(architecture: str, scheme: str) -> Non
 
 
 @cells(ARCHITECTURES, turn=2)
-@torch.no_grad()
 def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
     model = patched(architecture, ALL_SCHEMES[scheme])
     ids, pads = tokens(), 3
@@ -212,7 +207,6 @@ def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
 
 
 @cells((name for name in CAUSAL if ARCHITECTURES[name].position_ids), turn=3)
-@torch.no_grad()
 def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) -> None:
     if not ARCHITECTURES[architecture].packs:
         pytest.skip("stock attends across packed documents here, whatever the positions")
@@ -232,6 +226,7 @@ def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) ->
 
 @cells(ARCHITECTURES, turn=4)
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@torch.enable_grad()
 def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, reentrant: bool) -> None:
     """Two forwards before one backward, of different lengths: each layer is recomputed under its own positions."""
     model = patched(architecture, ALL_SCHEMES[scheme]).train()
@@ -253,7 +248,6 @@ def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, 
 
 
 @cells(ARCHITECTURES, turn=5)
-@torch.no_grad()
 def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
     if not ARCHITECTURES[architecture].sdpa:
         pytest.skip("the class has eager attention only")
@@ -268,7 +262,6 @@ def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
 
 
 @cells(CORE, turn=6)
-@torch.no_grad()
 def test_float64(architecture: str, scheme: str) -> None:
     """Below and above 16 queries, where torch's fused kernel begins; decoders behind a cache too.
 
@@ -298,7 +291,6 @@ def _rounding(architecture: str) -> float:
 
 
 @cells(ARCHITECTURES, turn=7)
-@torch.no_grad()
 def test_bfloat16_changes_no_more_than_rounding_does(architecture: str, scheme: str) -> None:
     """A cast model differs from the fp32 one by rounding only: as much as the same model without positions does."""
     model = patched(architecture, ALL_SCHEMES[scheme])
@@ -309,7 +301,6 @@ def test_bfloat16_changes_no_more_than_rounding_does(architecture: str, scheme: 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt_neox_partial"])
 @pytest.mark.parametrize("scheme", ["rope", "xpos", "learned_rope", "pope"])
-@torch.no_grad()
 def test_bfloat16_keeps_exact_phases(architecture: str, scheme: str) -> None:
     """Only distances count for these, so far from the start nothing changes. bfloat16 counts by 32 there."""
     model = patched(architecture, scheme)

@@ -18,6 +18,7 @@ from tests.matrix.running import distance, drawn, outputs, patched, tokens
 from tests.schemes.building import counted
 from tests.schemes.table import VARIANTS, parts_for
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 LENGTH = 14
 #: The path of the attention modules, and the names of their projections.
 LAYERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -52,12 +53,9 @@ def attended(attention: Any, names: tuple[str, ...], hidden: Tensor) -> Tensor:
 def seen_by(module: Any, run: Callable[[], Any], *, before: bool) -> Tensor:
     """The first argument of a module, or its first result, in a run."""
     seen: list[Tensor] = []
-    if before:
-        hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    else:
-        hook = module.register_forward_hook(lambda _, args, result: seen.append(result[0]))
-    run()
-    hook.remove()
+    register = module.register_forward_pre_hook if before else module.register_forward_hook
+    with register(lambda *given: seen.append(given[-1][0])):
+        run()
     return seen[0]
 
 
@@ -66,7 +64,6 @@ EVERY_VARIANT = pytest.mark.parametrize("config", [pytest.param(config, id=label
 
 @EVERY_VARIANT
 @pytest.mark.parametrize("architecture", LAYERS)
-@torch.no_grad()
 def test_layers_compute_the_reference(architecture: str, config: SchemeConfig) -> None:
     model = with_scheme(architecture, config)
     path, names = LAYERS[architecture]
@@ -82,7 +79,6 @@ def test_layers_compute_the_reference(architecture: str, config: SchemeConfig) -
 
 
 @EVERY_VARIANT
-@torch.no_grad()
 def test_tokens_enter_and_leave_a_decoder_like_the_reference(config: SchemeConfig) -> None:
     """What is added to them in front of the first layer, and the logits when a cache is filled in pieces."""
     model, ids = with_scheme("llama_gqa", config), tokens(length=LENGTH)
@@ -99,7 +95,6 @@ def test_tokens_enter_and_leave_a_decoder_like_the_reference(config: SchemeConfi
 
 
 @EVERY_VARIANT
-@torch.no_grad()
 def test_padding_and_other_documents_change_nothing(config: SchemeConfig) -> None:
     model = with_scheme("llama_gqa", config)
     documents = tokens(1, 6, seed=2), tokens(1, LENGTH, seed=3)

@@ -62,17 +62,13 @@ def test_every_scheme_sets_the_dogs_apart_in_an_encoder_and_none_does_not(of_enc
         assert layers(of_encoder, label)[-1] > 1e-3
         assert of_encoder.value(label, "probe") > 1e-5
         assert (layers(of_encoder, label)[0] > 1e-3) == (label not in IN_ATTENTION)
-
-
-def test_integer_positions_are_invisible_under_layer_norm_and_reported_as_zero(of_encoder):
+    # Integer positions are invisible under a LayerNorm, and reported as zero.
     for scheme in UNDER_LAYER_NORM:
         assert verdicts(of_encoder, scheme) == (True, False)
         assert of_encoder.value(scheme, "probe") > 1e-3  # no LayerNorm there
         (note,) = of_encoder.subject(scheme).notes
         assert "LayerNorm" in note
-
-
-def test_a_learned_scheme_takes_over_the_native_table_and_says_so(of_encoder):
+    # A learned scheme takes over the native table and says so.
     assert layers(of_encoder, "learned") == layers(of_encoder, "native")
     assert any("position_embeddings" in note for note in of_encoder.subject("learned").notes)
     assert of_encoder.subject("alibi").notes == ()
@@ -99,12 +95,6 @@ def test_in_a_causal_model_the_mask_alone_tells_the_dogs_apart_after_the_embeddi
     assert layers(result, "integer")[0] > 0.1  # nothing normalises it away
 
 
-def test_words_of_several_tokens_are_compared_as_a_whole(encoder, word_tokenizer):
-    result = dog_test(encoder, word_tokenizer, ["none", "rope"], "The fox chased another fox", "fox")
-    assert len(result.settings["of_model"]["first"]) == len(result.settings["of_model"]["second"]) == 3
-    assert (verdicts(result, "none"), verdicts(result, "rope")) == ((True, False), (False, True))
-
-
 def test_of_an_encoder_decoder_the_encoder_is_measured(word_tokenizer):
     torch.manual_seed(0)
     result = dog_test(tiny("T5ForConditionalGeneration"), word_tokenizer, ["native", "none"])
@@ -127,24 +117,24 @@ def test_labels_tell_configs_apart_and_one_that_is_named_twice_is_measured_once(
     assert result.value("rope(yarn x4) #2", "probe") is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(tiny_bert, word_tokenizer, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "word", "pieces"), [(torch.bfloat16, "dog", 1), (torch.float64, "dog", 1), (torch.float32, "fox", 3)]
+)
+def test_other_dtypes_and_words_of_several_tokens(tiny_bert, word_tokenizer, dtype, word, pieces):
     model = tiny_bert().to(dtype)
-    result = dog_test(model, word_tokenizer, ["none", "sinusoidal"])
-    assert (verdicts(result, "none"), verdicts(result, "sinusoidal")) == ((True, False), (False, True))
+    result = dog_test(model, word_tokenizer, ["none", "sinusoidal", "rope"], f"The {word} chased another {word}", word)
+    assert len(result.settings["of_model"]["first"]) == len(result.settings["of_model"]["second"]) == pieces
+    assert [verdicts(result, label) for label in result.labels] == [(True, False), (False, True), (False, True)]
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-def test_a_scheme_with_required_options_is_refused_by_name_and_taken_as_a_config(encoder, word_tokenizer):
+def test_what_needs_a_config_or_another_tokenizer_is_refused(encoder, word_tokenizer, byte_tokenizer):
     with pytest.raises(ValueError, match="'composed' needs the option parts"):
         dog_test(encoder, word_tokenizer, ["composed"])
     config = ComposedConfig((AlibiConfig(), IntegerConfig(direction="one_hot")))
     result = dog_test(encoder, word_tokenizer, [config])
     assert result.labels == ["composed(parts=[alibi, integer(direction=one_hot)])"]
     assert result.record("composed", "told_apart").passed
-
-
-def test_the_tokenizer_of_another_model_is_refused(encoder, byte_tokenizer):
     with pytest.raises(MeasurementError, match="but the model has 80 embeddings"):
         dog_test(encoder, byte_tokenizer)
 

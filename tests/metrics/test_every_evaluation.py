@@ -169,13 +169,12 @@ def test_an_error_half_way_leaves_the_model_as_it_was(scheme: str | None, folder
 
 def test_the_module_of_evaluate_passes_errors_on(load: Any, folders: dict[str, str], tmp_path: Path) -> None:
     model, tokenizer = load_model(folders["bytes"]), load_tokenizer(folders["bytes"])
-    with pytest.raises(MeasurementError, match="whole number"):
-        load("generalization").compute(data=["copy"], model=model, tokenizer=tokenizer, lengths=[0])
-    with pytest.raises(ValueError, match="Pass tokenizer="):
-        load("generalization").compute(data=["copy"], model=model)
-    with pytest.raises(UsageError, match="cannot load"):
-        load("minimal-pairs").compute(data=["x"], model=str(tmp_path))
-    with pytest.raises(UnknownNameError, match=r"Unknown evaluation 'los'\. Did you mean 'loss'"):
-        load("los")
-    with pytest.raises(ValueError, match="Unknown evaluation 'properties'"):
-        load("properties")
+    for name, error, message, options in (
+        ("generalization", MeasurementError, "whole number", {"model": model, "tokenizer": tokenizer, "lengths": [0]}),
+        ("generalization", ValueError, "Pass tokenizer=", {"model": model}),
+        ("minimal-pairs", UsageError, "cannot load", {"model": str(tmp_path)}),
+        ("los", UnknownNameError, r"Unknown evaluation 'los'\. Did you mean 'loss'", {}),
+        ("properties", ValueError, "Unknown evaluation 'properties'", {}),
+    ):
+        with pytest.raises(error, match=message):
+            load(name).compute(data=["copy"], **options)

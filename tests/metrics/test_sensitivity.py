@@ -179,17 +179,15 @@ def test_blocks_are_shuffled_by_themselves():
 
 
 def test_words_the_tokenizer_does_not_know_are_named(byte_tokenizer, tokenizer, tokens, encoder):
-    with pytest.raises(MeasurementError, match=r"has 1 of the nouns .* with a Material of its words"):
-        tokenize_material(byte_tokenizer, ENGLISH)
-    with pytest.raises(MeasurementError, match="the another 'anotherword'"):
-        tokenize_material(tokenizer, dataclasses.replace(ENGLISH, another="anotherword"))
-    with pytest.raises(MeasurementError, match="at least 2"):
-        repeated_words(encoder, tokens, [1])
-    with pytest.raises(MeasurementError, match="one window needs 402"):
-        permuted_context(encoder, tokens, causal=False, context=400)
-    with pytest.raises(MeasurementError, match="At least 2 tokens"):
-        permuted_context(encoder, tokens, causal=False, context=1)
-    with pytest.raises(MeasurementError, match="at least 1"):
-        shifted_positions(encoder, tokens, offsets=(0,))
-    with pytest.raises(MeasurementError, match="one window needs 32"):
-        shifted_positions(encoder, dataclasses.replace(tokens, passage=tokens.passage[:31]))
+    other, short = dataclasses.replace(ENGLISH, another="anotherword"), tokens.passage[:31]
+    for message, measure in {
+        "has 1 of the nouns .* with a Material of its words": lambda: tokenize_material(byte_tokenizer, ENGLISH),
+        "the another 'anotherword'": lambda: tokenize_material(tokenizer, other),
+        "at least 2": lambda: repeated_words(encoder, tokens, [1]),
+        "one window needs 402": lambda: permuted_context(encoder, tokens, causal=False, context=400),
+        "At least 2 tokens": lambda: permuted_context(encoder, tokens, causal=False, context=1),
+        "at least 1": lambda: shifted_positions(encoder, tokens, offsets=(0,)),
+        "one window needs 32": lambda: shifted_positions(encoder, dataclasses.replace(tokens, passage=short)),
+    }.items():
+        with pytest.raises(MeasurementError, match=message):
+            measure()

@@ -32,8 +32,12 @@ def any_speed(request):
         ("word", "The fox chased another fox", "fox", ("f", "##o", "##x"), ((2, 3, 4), (7, 8, 9))),
         # A tokenizer without case takes a capital for the same.
         ("word", "Dog chased another dog", "dog", ("dog",), ((1,), (4,))),
+        # Only whole words count.
+        ("word", "The cat ran after another dogcat cat", "cat", ("cat",), ((2,), (10,))),
         # The space before a word may be part of its token.
         ("byte", SENTENCE, "dog", ("Ġdog",), None),
+        # Three bytes, in a script without spaces.
+        ("byte", "一只狗追另一只狗", "狗", ("ç", "ĭ", "Ĺ"), ((6, 7, 8), (21, 22, 23))),
     ],
 )
 def test_both_occurrences_are_found(request, any_speed, tokenizer, sentence, word, tokens, places):
@@ -48,18 +52,6 @@ def test_both_occurrences_are_found(request, any_speed, tokenizer, sentence, wor
 def test_occurrences_of_different_tokens_are_refused(byte_tokenizer, any_speed, sentence):
     with pytest.raises(MeasurementError, match=r"different tokens.*both follow a space"):
         tokenize_pair(any_speed(byte_tokenizer), sentence, "dog")
-
-
-def test_only_whole_words_count(word_tokenizer):
-    pair = tokenize_pair(word_tokenizer, "The cat ran after another dogcat cat", "cat")
-    assert [pair.tokens[index] for index in pair.first + pair.second] == ["cat", "cat"]
-    assert pair.second[0] == len(pair.tokens) - 2
-
-
-def test_scripts_without_spaces(byte_tokenizer):
-    pair = tokenize_pair(byte_tokenizer, "一只狗追另一只狗", "狗")
-    assert len(pair.first) == len(pair.second) == 3  # bytes
-    assert pair.first[0] < pair.second[0]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests import versions
 from tests.matrix.running import distance, patched, tokens
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 ROWS, CACHED, LENGTH = 3, 10, 14
 #: Two tiny layers in float32.
 CLOSE = 1e-4
@@ -109,7 +110,6 @@ OF_ROWS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
     [*in_turn(FOLLOWED, SCHEMES, [False, True]), *itertools.product(OF_ROWS, [SINKS], [False, True])],
     ids=str,
 )
-@torch.no_grad()
 def test_rows_and_ends_are_followed(change: str, scheme: Any, gaps: bool) -> None:
     model, ids = patched("llama_gqa", scheme), ids_of_rows()
     positions = GAPS if gaps else torch.arange(LENGTH).expand(ROWS, -1)
@@ -123,7 +123,6 @@ def test_rows_and_ends_are_followed(change: str, scheme: Any, gaps: bool) -> Non
 
 
 @pytest.mark.parametrize(("change", "scheme"), in_turn(UNKNOWN, SCHEMES))
-@torch.no_grad()
 def test_other_changes_are_refused(scheme: str, change: str) -> None:
     model, ids = patched("llama_gqa", scheme), ids_of_rows()
     cache = filled(model)
@@ -144,23 +143,19 @@ def test_other_changes_are_refused(scheme: str, change: str) -> None:
     ],
     ids=str,
 )
-@torch.no_grad()
 def test_the_cache_of_a_call_that_failed_is_not_continued(scheme: Any, cached: int, message: str) -> None:
     """Some layers hold the tokens of that call."""
     model, ids = patched("llama_gqa", scheme), ids_of_rows()
     cache = sink_cache() if scheme is SINKS else DynamicCache(config=model.config)
     if cached:
         filled(model, cache, ids[:, :cached])
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         model(ids[:, cached:], past_key_values=cache)
-    handle.remove()
     with pytest.raises(UnsupportedError, match=message):
         model(ids[:, cached:], past_key_values=cache)
 
 
 @pytest.mark.parametrize("change", ["first tokens dropped", "tokens dropped between"])
-@torch.no_grad()
 def test_keys_that_carry_their_position_are_as_in_stock(change: str) -> None:
     model, stock, ids = patched("llama_gqa", "native"), patched("llama_gqa", None), ids_of_rows()
     found = []
@@ -173,7 +168,6 @@ def test_keys_that_carry_their_position_are_as_in_stock(change: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@torch.no_grad()
 def test_a_cache_belongs_to_the_scheme_that_filled_it(kind: str) -> None:
     """Before a patch, from one scheme to another, and after its removal."""
     model, ids = patched("llama_gqa", None), ids_of_rows()
@@ -207,7 +201,6 @@ def test_a_cache_belongs_to_the_scheme_that_filled_it(kind: str) -> None:
         goes_on(of_alibi)
 
 
-@torch.no_grad()
 def test_accepted_keys_have_the_positions_that_were_stated() -> None:
     """Dropped tokens; and keys that came from elsewhere."""
     model, ids = patched("llama_gqa", "alibi"), ids_of_rows()
@@ -232,7 +225,6 @@ def test_accepted_keys_have_the_positions_that_were_stated() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5"])
-@torch.no_grad()
 def test_an_encoder_decoder_follows_too(scheme: str) -> None:
     model, ids = patched("bart", scheme), ids_of_rows()
     encoded = {"encoder_outputs": (model.get_encoder()(ids).last_hidden_state,)}
@@ -254,7 +246,6 @@ def test_an_encoder_decoder_follows_too(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral_sliding", "llama_gqa"])
-@torch.no_grad()
 def test_windows_and_static_slots(name: str) -> None:
     """Windows move by themselves; a static cache is cropped without any change of its keys."""
     ids, model = ids_of_rows(), patched(name, "alibi")

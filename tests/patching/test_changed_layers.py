@@ -21,6 +21,8 @@ from tests.matrix.running import drawn, patched, tokens
 from tests.patching.test_changed_models import exchange_the_base, put_a_stock_layer, put_beside
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 
 class Dropped(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -59,7 +61,6 @@ class Timed:
 
 
 @pytest.mark.parametrize("wrapper", [with_wraps, with_attribute, with_global, lambda inner, _: Timed(inner)])
-@torch.no_grad()
 def test_a_wrapper_that_calls_the_placed_forward_is_accepted(wrapper: Any, tmp_path: Path) -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
     expected = model(ids).logits
@@ -76,7 +77,6 @@ def assert_loads(folder: Path, expected: Tensor, ids: Tensor) -> None:
     torch.testing.assert_close(loaded(ids, use_cache=False).logits, expected, rtol=0, atol=1e-4)
 
 
-@torch.no_grad()
 def test_a_module_around_a_base_is_no_exchange() -> None:
     """As FSDP puts one."""
 
@@ -91,6 +91,7 @@ def test_a_module_around_a_base_is_no_exchange() -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
+@torch.enable_grad()
 def test_a_layer_may_be_dropped_at_random_in_training_but_not_always() -> None:
     model, ids = patched("llama_gqa", "alibi").train(), tokens(1, 4)
     layer = model.model.layers[1]
@@ -108,7 +109,6 @@ def test_a_layer_may_be_dropped_at_random_in_training_but_not_always() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "bert"])
-@torch.no_grad()
 def test_a_module_without_weights_drops_a_layer(architecture: str) -> None:
     model, ids = patched(architecture, "alibi"), tokens(1, 8)
     layers = {"llama_gqa": "layers", "gpt2": "h", "bert": "encoder.layer"}[architecture]
@@ -133,7 +133,6 @@ SCHEDULE = {"scheme": "schedule", "layers": [{"scheme": "none"}, {"scheme": "ali
 @pytest.mark.parametrize(
     ("scheme", "order"), in_turn(["alibi", "t5", "forget_gate", SCHEDULE], [[1, 0], [1], [0, 1, 0]]), ids=str
 )
-@torch.no_grad()
 def test_a_model_with_moved_layers_is_loaded_as_it_is_or_not_saved(
     scheme: Any, order: list[int], tmp_path: Path
 ) -> None:
@@ -155,7 +154,6 @@ def test_a_model_with_moved_layers_is_loaded_as_it_is_or_not_saved(
     [(scheme, False) for scheme in ("alibi", "t5", "fire", "forget_gate", "cope", "learned", "rope", "none")]
     + [("forget_gate", True)],
 )
-@torch.no_grad()
 def test_moved_layers_keep_their_own_parameters_when_the_scheme_is_placed_again(scheme: str, copied: bool) -> None:
     model, ids = drawn(patched("llama_gqa", scheme, num_hidden_layers=3)), tokens(1, 8)
     moved(model, [2, 0])
@@ -171,7 +169,6 @@ def test_moved_layers_keep_their_own_parameters_when_the_scheme_is_placed_again(
     assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
-@torch.no_grad()
 def test_copied_layers_compute_the_scheme_and_are_unpatched_with_it() -> None:
     stock, model, again, ids = patched("llama_gqa", None), patched("llama_gqa", "alibi"), None, tokens(2, 8)
     again = patched("llama_gqa", None)
@@ -196,7 +193,6 @@ ORDERS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize(
     ("change", "scheme", "read"), in_turn(ORDERS, ["sinusoidal", "learned", "t5"], [inspect_model, native_scheme])
 )
-@torch.no_grad()
 def test_reading_a_model_whose_layers_changed_leaves_it_as_it_is(change: str, scheme: str, read: Any) -> None:
     def outcome() -> Any:
         try:
@@ -221,7 +217,6 @@ def test_reading_a_model_whose_layers_changed_leaves_it_as_it_is(change: str, sc
 
 
 @pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
-@torch.no_grad()
 def test_a_copy_of_the_first_layer_adds_no_positions(scheme: str) -> None:
     ids, logits = tokens(1, 8), []
     for source in (0, 1):
@@ -235,7 +230,6 @@ def test_a_copy_of_the_first_layer_adds_no_positions(scheme: str) -> None:
     assert torch.equal(*logits)
 
 
-@torch.no_grad()
 def test_a_base_that_comes_back_is_called_again() -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, 4)
     expected, base = model(ids).logits, model.model
@@ -256,7 +250,6 @@ def test_a_base_that_comes_back_is_called_again() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "none", "pope", "sinusoidal"])
-@torch.no_grad()
 def test_patching_again_gives_the_model_that_was_meant(scheme: str) -> None:
     stock, model, ids = patched("llama_gqa", None), patched("llama_gqa", scheme), tokens(1, 8)
     expected, weights = model(ids).logits, model.model.position_encoding.state_dict()

@@ -29,9 +29,10 @@ from hf_posenc import (
     save_position_adapter,
 )
 from tests.kits.decoding import decoded
-from tests.matrix.running import distance, patched, tokens
+from tests.matrix.running import distance, freshly_compiled, patched, tokens
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 ROTARY = "apply_rotary_pos_emb"
 
 
@@ -68,12 +69,8 @@ class Own(nn.Module):
         return output if self.is_layer else (output, None)
 
 
-class SomeTokens(nn.Module):
+class SomeTokens(Beside):
     """A layer that sees some of the tokens, as in a mixture of depths."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         phases = tuple(phase[:, ::2] for phase in kwargs["position_embeddings"])
@@ -235,7 +232,6 @@ CELLS = [(name, scheme) for name, change in CHANGES.items() for scheme in change
 
 
 @pytest.mark.parametrize(("cell", "called"), in_turn(CELLS, [False, True]), ids=str)
-@torch.no_grad()
 def test_a_call_and_a_save_name_what_was_changed(cell: tuple[str, str], called: bool, tmp_path: Path) -> None:
     change, model, ids = CHANGES[cell[0]], patched("llama_gqa", cell[1]), tokens(1, 8)
     if called:
@@ -257,7 +253,6 @@ OF_A_CLASS = [(LlamaAttention, "forward"), (modeling_llama, "eager_attention_for
 
 
 @pytest.mark.parametrize(("place", "scheme"), in_turn([*OF_A_CLASS, (modeling_llama, ROTARY)], ["alibi", "rope"]))
-@torch.no_grad()
 def test_code_that_was_set_on_the_class_is_named(
     place: tuple[Any, str], scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -270,7 +265,6 @@ def test_code_that_was_set_on_the_class_is_named(
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if "beside" in name or "that is called" in name])
-@torch.no_grad()
 def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
     model = patched("llama_gqa", None)
     CHANGES[name].apply(model)
@@ -287,11 +281,9 @@ def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
         ("a patched base", True),
     ],
 )
-@torch.no_grad()
 def test_a_graph_names_what_was_changed(name: str, compiled_before: bool) -> None:
-    torch._dynamo.reset()
     model, ids = patched("llama_gqa", "alibi", num_hidden_layers=2 if name == "a stock layer" else 1), tokens(1, 4)
-    run = torch.compile(model, backend="eager")
+    run = freshly_compiled(model)
     if compiled_before:
         assert torch.allclose(run(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-5)
     CHANGES[name].apply(model)
@@ -300,6 +292,7 @@ def test_a_graph_names_what_was_changed(name: str, compiled_before: bool) -> Non
 
 
 @pytest.mark.parametrize("scheme", [None, "t5"])
+@torch.enable_grad()
 def test_an_encoder_of_another_model_is_not_called_or_saved(scheme: str | None, tmp_path: Path) -> None:
     model = patched("bart", "alibi")
     model.model.encoder = patched("bart", scheme).model.encoder
@@ -314,6 +307,7 @@ def test_an_encoder_of_another_model_is_not_called_or_saved(scheme: str | None, 
 
 @pytest.mark.parametrize(("architecture", "path"), [("gpt2", "h.1.attn"), ("bert", "encoder.layer.1.attention")])
 @pytest.mark.parametrize("scheme", ["alibi", "learned", "native"])
+@torch.enable_grad()
 def test_another_attention_is_refused_in_other_architectures(architecture: str, path: str, scheme: str) -> None:
     model = patched(architecture, scheme)
     model.base_model.set_submodule(path, Own(32, is_layer=False))
@@ -321,7 +315,6 @@ def test_another_attention_is_refused_in_other_architectures(architecture: str, 
         model(tokens(1, 8))
 
 
-@torch.no_grad()
 def test_a_stock_table_in_a_patched_model_is_named() -> None:
     model = patched("gpt2", "alibi")
     model(tokens(1, 8))
@@ -332,7 +325,6 @@ def test_a_stock_table_in_a_patched_model_is_named() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("scheme", ["native", "alibi", "forget_gate", "learned", "none"])
-@torch.no_grad()
 def test_tokens_that_a_layer_does_not_see_leave_the_positions_of_the_others_unknown(scheme: str, layer: int) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(1, 8)
     model.model.layers[layer] = SomeTokens(model.model.layers[layer])
@@ -351,7 +343,6 @@ def fading(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: A
     return eager(module, query, key, value * torch.linspace(0, 1, value.shape[2])[:, None], mask, **kwargs)
 
 
-@torch.no_grad()
 def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path: Path) -> None:
     model, ids = patched("llama_gqa", "rope"), tokens(1, 8)
     expected = model(ids).logits
@@ -372,7 +363,6 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
                 other(ids)
 
 
-@torch.no_grad()
 def test_no_advice_to_use_the_function_that_cannot_add_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", eager_attention_forward)
     model = patched("llama_gqa", "alibi", attn_implementation="sdpa")
@@ -395,7 +385,6 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return tuple(torch.view_as_real(x).mT.flatten(-2).to(q.dtype) for x in turned)
 
 
-@torch.no_grad()
 def test_a_rotary_function_of_other_code_is_a_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheme replaces it, and what else it does."""
     ids = tokens(1, 8)
@@ -411,7 +400,6 @@ def test_a_rotary_function_of_other_code_is_a_rotation(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "fire", "ssmax", "pope", "forget_gate"])
-@torch.no_grad()
 def test_a_wrapper_of_an_attention_function_is_called(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the name and the module of the function that it wraps."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, 12)

@@ -26,6 +26,7 @@ from hf_posenc.schemes import SchemeConfig, SchemeParts
 from hf_posenc.schemes.config import OuterConfig
 from tests.matrix.running import distance, outputs, patched, tokens
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 #: fp32 with two tiny layers: sums of some hundred terms in another order.
 CLOSE = 2e-5
 
@@ -53,7 +54,6 @@ class BiasAndRotation(OuterConfig):
         return SchemeParts(query_key_map=built[1].query_key_map, logit_bias=built[0].logit_bias)
 
 
-@torch.no_grad()
 def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> None:
     """Its children are walked, given the layout and the native scheme of the model, and shared between layers."""
     config = BiasAndRotation(get_scheme("t5")(), NativeConfig())
@@ -89,7 +89,6 @@ SAME: dict[str, tuple[Any, Any, float, float]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-@torch.no_grad()
 def test_two_ways_to_write_a_scheme(name: str) -> None:
     """Compared at the last token, behind which a scale by length is the same in every row."""
     config, other, of_queries, of_slopes = SAME[name]
@@ -103,6 +102,7 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
     assert (distance(found, before) > 1e-3) == (of_queries * of_slopes != 1)
 
 
+@torch.enable_grad()
 def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():
     model = patched("llama_gqa", ["t5", {"scheme": "ssmax"}])
     names = [name for name, _ in model.position_encoding.named_parameters()]
@@ -114,7 +114,6 @@ def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():
     assert layers[0].logit_scale is not layers[1].logit_scale
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama_gqa", "cohere2_interleaved", "bloom"])
 def test_native_stands_for_what_the_model_has(architecture: str):
     model = patched(architecture, None)
@@ -132,7 +131,6 @@ def test_native_stands_for_what_the_model_has(architecture: str):
         assert native in model.position_encoding.config.parts
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_length_is_the_last_position_with_a_mask_and_without(kind: str):
     """Stock frequencies follow the largest position id, so the native round trip does, however the call is made."""

@@ -103,8 +103,7 @@ def test_unpatch_after_weights_were_assigned_thaws_what_is_there_now() -> None:
 def test_a_base_that_nobody_gave_warns_where_the_model_has_another(scheme: Any) -> None:
     model = patched("llama_gqa", None)
     model.config.rope_parameters["rope_theta"] = 5e5
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         patch_model(model, scheme)
     (message,) = [str(found.message) for found in caught]
     assert "theta=10000, its default, but this model was built with 500000" in message
@@ -117,8 +116,7 @@ def test_a_scaling_that_a_rotation_drops_is_named(parameters: Any) -> None:
     model.config.rope_parameters = parameters
     with pytest.warns(UserWarning, match="'rope' has no scaling of its frequencies, .* with rope_type 'linear'"):
         patch_model(model, "rope")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         patch_model(model, "rope", scaling=None)
         patch_model(model, "alibi")
 
@@ -138,8 +136,7 @@ def test_layers_of_different_types_are_compared_with_their_own_base_and_scaling(
 def test_a_base_that_was_given_is_meant() -> None:
     model = patched("llama_gqa", None)
     model.config.rope_parameters["rope_theta"] = 5e5
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         patch_model(model, "p_rope", theta=1e4)  # meant
         for given in (RopeConfig(1e4), RopeConfig(theta=1e4), {"scheme": "rope", "theta": 1e4}, RopeConfig().to_dict()):
             patch_model(model, given)

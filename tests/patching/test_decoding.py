@@ -16,6 +16,7 @@ from tests.kits.decoding import decoded, left_padding
 from tests.matrix.running import distance, drawn, patched, tokens
 from tests.patching.test_given_positions import DISTANCE_BIASES, FEATURES, PAIRWISE, POSITIONS
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 LENGTH, PADS = 20, 5
 #: Several tokens, one, and several behind cached ones.
 PIECES = (9, 1, 6, 1, 1, 2)
@@ -53,7 +54,6 @@ def inputs() -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@torch.no_grad()
 def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
     """Inputs take the caches in turn; the longer run has all pairs."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
@@ -69,7 +69,6 @@ def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["string", "cope", "grape_ap", *FEATURES], ids=str)
-@torch.no_grad()
 def test_products_of_a_scheme_are_not_taken_for_those_of_the_module(scheme: Any) -> None:
     """Bloom's scores are found by the width of a head, which is also a number of cached tokens here."""
     model, ids = drawn(patched("bloom", scheme), std=0.3), tokens(2, LENGTH)
@@ -92,7 +91,6 @@ KEEPING: list[Any] = [
 
 
 @pytest.mark.parametrize("scheme", KEEPING, ids=str)
-@torch.no_grad()
 def test_a_cache_that_is_emptied_keeps_nothing_of_other_weights(scheme: Any) -> None:
     """Some optimizers, and PEFT's merges, write to `weight.data`, which torch does not count."""
     model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)
@@ -107,7 +105,6 @@ def test_a_cache_that_is_emptied_keeps_nothing_of_other_weights(scheme: Any) -> 
 
 
 @pytest.mark.parametrize("scheme", [*KEEPING, "rerope", "attention_sinks"], ids=str)
-@torch.no_grad()
 def test_models_of_an_ensemble_decode_together(scheme: Any) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)
     weights = {name: torch.stack((weight, 1.1 * weight)) for name, weight in model.named_parameters()}
@@ -120,7 +117,6 @@ def test_models_of_an_ensemble_decode_together(scheme: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", KEEPING, ids=str)
-@torch.no_grad()
 def test_weights_may_be_made_for_each_token(scheme: Any) -> None:
     """Torch gives the memory of a weight that is freed to the next."""
     model, ids = drawn(patched("llama_gqa", scheme), std=0.3), tokens(1, 10)
@@ -138,6 +134,7 @@ def test_weights_may_be_made_for_each_token(scheme: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", KEEPING, ids=str)
+@torch.enable_grad()
 def test_a_training_step_between_tokens(scheme: Any) -> None:
     """Fused optimizers do not count what they write."""
 

@@ -18,10 +18,11 @@ from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.integrations.subject import NEW_TOKENS, argmax_decoding, left_padded
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, placed, tokens
+from tests.matrix.running import distance, freshly_compiled, outputs, patched, placed, tokens
 from tests.models import tiny_config
 from tests.thinning import in_turn, mostly_slow
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 #: One for each mechanism: nothing, two distance biases, a rotation, an additive scheme; a bias with features in the
 #: cache, one that reads queries, a map that widens heads, a correction of far pairs, and a scale.
 SCHEMES: list[Any] = [
@@ -47,7 +48,6 @@ def _name(scheme: Any) -> str:
     ("scheme", "architecture"),
     in_turn(["none", "t5", "forget_gate", "pope", "normalized_integer"], ["gpt2", "gemma3_two_rotaries", "bloom"]),
 )
-@torch.no_grad()
 def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: str) -> None:
     model, prompt = patched(architecture, scheme), tokens(2, 6)
     expected = argmax_decoding(model, prompt)
@@ -64,7 +64,6 @@ def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: st
     mostly_slow(product(SCHEMES, ["force_eager", "default"]), lambda case: case[1] == "force_eager"),
     ids=_name,
 )
-@torch.no_grad()
 def test_flex_attention_equals_eager(scheme: str, stance: str) -> None:
     """As plain operations, and compiled, which takes half a minute where nothing is in the compiler's cache."""
     overrides = {"hidden_size": 64, "head_dim": 16}
@@ -77,13 +76,11 @@ def test_flex_attention_equals_eager(scheme: str, stance: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, lambda scheme: scheme == "t5"), ids=_name)
-@torch.no_grad()
 def test_compiled_scores_outside_the_interface_and_compiled_layers(scheme: str) -> None:
     packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), "use_cache": False}
     model = patched("gptj", scheme, n_layer=1)
     expected = model(tokens(1, 8), use_cache=False).logits
-    torch._dynamo.reset()
-    assert distance(torch.compile(model, backend="eager")(tokens(1, 8), use_cache=False).logits, expected) <= 1e-5
+    assert distance(freshly_compiled(model)(tokens(1, 8), use_cache=False).logits, expected) <= 1e-5
     model = patched("llama_gqa", scheme, num_hidden_layers=1)
     expected = model(tokens(1, 8), **packed).logits
     torch._dynamo.reset()
@@ -103,7 +100,6 @@ class Count(ModelHook):
 @pytest.mark.parametrize(
     ("when", "scheme"), in_turn(["stays", "comes later", "leaves early"], ["alibi", "rope", "learned"])
 )
-@torch.no_grad()
 def test_hooks_may_come_and_go_while_a_model_is_patched(when: str, scheme: str) -> None:
     model, hook, ids = patched("gpt2", None), Count(), tokens()
     stock, expected = model(ids).logits, patched("gpt2", scheme if scheme != "learned" else "native")(ids).logits
@@ -127,7 +123,6 @@ def test_hooks_may_come_and_go_while_a_model_is_patched(when: str, scheme: str) 
     ["rope", "forget_gate", "ssmax"], "string", "pope", {"scheme": "fope", "learnable": True}, "learned_rope",
     "learned", "t5",
 ], [False, True]), ids=str)  # fmt: skip
-@torch.no_grad()
 def test_weights_that_are_kept_elsewhere_come_when_they_are_needed(scheme: Any, offloaded_first: bool) -> None:
     expected = patched("llama_gqa", scheme)(tokens()).logits
     model = patched("llama_gqa", None if offloaded_first else scheme)
@@ -150,7 +145,6 @@ def test_weights_that_are_kept_elsewhere_come_when_they_are_needed(scheme: Any, 
         {"masked-bert", "encoder-t5", "seq2seq-marian", "vision-vit", "vision-swinv2"}.__contains__,
     ),
 )
-@torch.no_grad()
 def test_native_tables_that_are_kept_elsewhere_are_read(name: str) -> None:
     caller = Caller(pair_named(name))
     stock, native = caller.outputs(), native_scheme(caller.model)
@@ -162,7 +156,6 @@ def test_native_tables_that_are_kept_elsewhere_are_read(name: str) -> None:
     torch.testing.assert_close(caller.outputs(), stock, rtol=0, atol=1e-5)
 
 
-@torch.no_grad()
 def test_parts_patched_on_their_own() -> None:
     both = EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("BertModel"), tiny_config("BertModel"))
     model = EncoderDecoderModel(config=both).eval()
@@ -176,15 +169,13 @@ def test_parts_patched_on_their_own() -> None:
     assert torch.equal(model(input_ids=ids, decoder_input_ids=ids).logits, stock)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("scheme", [None, "alibi"])
 def test_regional_compilation_warns_that_no_layer_of_a_patched_model_is_compiled(scheme: str | None) -> None:
     ids, graphs = tokens(), []
     model = patched("llama_gqa", scheme) if scheme else ARCHITECTURES["llama_gqa"].build().eval()
     wanted = model(ids).logits
     torch._dynamo.reset()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         compiled = compile_regions(model, backend=lambda graph, _: graphs.append(graph) or graph)
     torch.testing.assert_close(compiled(ids).logits, wanted)
     assert any("no layer is compiled" in str(one.message) for one in caught) == (scheme is not None)

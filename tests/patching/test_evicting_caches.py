@@ -23,6 +23,7 @@ from tests.matrix.running import distance, patched, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 SINKS, WINDOW, LENGTH, PADS = 2, 6, 30, 5
 SIZE = SINKS + WINDOW - 1
 #: Two tiny layers in float32.
@@ -54,7 +55,6 @@ INNER: list[Any] = ["rope", "p_rope", "alibi", "t5", "kerple", "none", ["rope", 
 
 
 @pytest.mark.parametrize(("inner", "pieces", "kind"), in_turn(INNER, PIECES, ["sdpa", "eager"]), ids=str)
-@torch.no_grad()
 def test_sinks_behind_a_cache_equal_one_call(inner: Any, pieces: str, kind: str) -> None:
     model = patched("llama_gqa", sinks_with(inner), attn_implementation=kind)
     ids, mask = tokens(2, LENGTH), left_padding(LENGTH, PADS)
@@ -74,7 +74,6 @@ PLAIN: list[Any] = [
 
 
 @pytest.mark.parametrize("scheme", PLAIN, ids=str)
-@torch.no_grad()
 def test_positions_stay_when_tokens_are_dropped(scheme: Any) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     cache = SinkCache(SINKS, WINDOW)
@@ -98,7 +97,6 @@ DECODERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("decoder", "scheme"), in_turn(DECODERS, ["native", "learned", "alibi"]))
-@torch.no_grad()
 def test_architectures_that_count_slots_themselves(decoder: str, scheme: str) -> None:
     """Tables of positions, biases and masks of the stock code are made from slots, of which some are gone."""
     torch.manual_seed(0)
@@ -118,7 +116,6 @@ def test_architectures_that_count_slots_themselves(decoder: str, scheme: str) ->
 
 
 @pytest.mark.parametrize("scheme", ["cope", "forget_gate", "grape_ap", "grape_m", "selective_rope"])
-@torch.no_grad()
 def test_sums_over_dropped_tokens_are_refused(scheme: str) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     cache = SinkCache(SINKS, WINDOW)
@@ -128,7 +125,6 @@ def test_sums_over_dropped_tokens_are_refused(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("inner", ["rope", "alibi"])
-@torch.no_grad()
 def test_generation_at_bounded_memory(inner: str) -> None:
     """Greedy, sampled beams, prompts in pieces, left padding, and one call after the other with the same cache."""
     model = patched("llama_gqa", sinks_with(inner))
@@ -145,7 +141,6 @@ def test_generation_at_bounded_memory(inner: str) -> None:
     assert torch.equal(both, model.generate(ids[:1], max_new_tokens=16, min_new_tokens=16))
 
 
-@torch.no_grad()
 def test_dropped_tokens_cannot_come_back() -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, LENGTH)
     cache = SinkCache(SINKS, WINDOW)
@@ -225,7 +220,6 @@ def giving(mask: Tensor) -> Callable[..., Any]:
     ],
     ids=str,
 )
-@torch.no_grad()
 def test_any_cache_may_state_the_positions_of_its_keys(scheme: Any, states: bool, counts_all: bool) -> None:
     model, ids, cache = patched("llama_gqa", scheme), tokens(2, LENGTH), _OwnCache(states, counts_all)
     found = with_own_cache(model, ids, cache)
@@ -237,14 +231,12 @@ def test_any_cache_may_state_the_positions_of_its_keys(scheme: Any, states: bool
 
 @pytest.mark.parametrize("counts_all", [False, True])
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", {"scheme": "self_extend", "window": 2}], ids=str)
-@torch.no_grad()
 def test_unknown_positions_are_refused(scheme: Any, counts_all: bool) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     with pytest.raises(UnsupportedError, match=r"fewer keys than it has seen|tokens were dropped, moved"):
         with_own_cache(model, ids, _OwnCache(False, counts_all))
 
 
-@torch.no_grad()
 def test_statements_that_do_not_fit_are_refused() -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(2, LENGTH)
     for wrong in (
@@ -267,7 +259,6 @@ def test_statements_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("smaller", [(SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1), (0, 2)])
-@torch.no_grad()
 def test_a_cache_that_keeps_less_than_the_scheme_sees_is_refused_before_it_changes_a_result(smaller: Any) -> None:
     model, ids = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH)
     expected, cache, count = model(ids).logits, SinkCache(*smaller), sum(smaller)
@@ -278,7 +269,6 @@ def test_a_cache_that_keeps_less_than_the_scheme_sees_is_refused_before_it_chang
     assert distance(found, expected[:, :count]) <= CLOSE
 
 
-@torch.no_grad()
 def test_where_it_cannot_work() -> None:
     ids = tokens(1, 9)
     with pytest.raises(UnsupportedError, match="layers whose mask counts slots"):
@@ -299,7 +289,6 @@ def test_where_it_cannot_work() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5"])
-@torch.no_grad()
 def test_the_decoder_of_an_encoder_decoder(scheme: str) -> None:
     model, ids = patched("bart", scheme), tokens(2, LENGTH)
     encoded = {"encoder_outputs": (model.get_encoder()(ids).last_hidden_state,)}
@@ -315,7 +304,6 @@ def test_the_decoder_of_an_encoder_decoder(scheme: str) -> None:
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_a_compiled_model_runs_it_outside_its_graphs() -> None:
     model, ids = patched("llama_gqa", sinks_with("alibi")), tokens(2, LENGTH)
     expected = decoded(model, ids, SinkCache(SINKS, WINDOW), PIECES["in pieces"])
@@ -331,7 +319,6 @@ def test_hidden_pairs_do_not_hide_a_change() -> None:
 
 
 @pytest.mark.parametrize("factor", [-0.5, 0.0])
-@torch.no_grad()
 def test_hidden_pairs_stay_hidden_under_any_scale(factor: float) -> None:
     """What `ssmax` learns may be negative."""
     model, ids = patched("llama_gqa", [sinks_with("rope"), "ssmax"]), tokens(1, LENGTH)

@@ -44,10 +44,8 @@ def test_an_early_exit_that_fails_leaves_the_model_as_deep_as_it_was(error: Base
         if calls.count(1) == 2:
             raise error
 
-    hook = model.model.layers[0].register_forward_pre_hook(fail_in_the_second_draft)
-    with pytest.raises(type(error)):
+    with model.model.layers[0].register_forward_pre_hook(fail_in_the_second_draft), pytest.raises(type(error)):
         continued(model, ids, assistant_early_exit=1)
-    hook.remove()
     assert calls[-1] == 1
     assert model.config.num_hidden_layers == 2
     assert torch.equal(continued(model, ids), expected)
@@ -115,14 +113,17 @@ def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(name: str) -> None
     if name != "assistant_model":
         model.generation_config = GenerationConfig(**ways[0])
         ways += [{"generation_config": model.generation_config}, {}]
-    hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
-    for asked in ways:
-        with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
-            continued(model, ids, **asked)
-    hook.remove()
+    with model.model.register_forward_pre_hook(lambda *_: ran.append(1)):
+        for asked in ways:
+            with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
+                continued(model, ids, **asked)
     assert not ran
     model.generation_config = plain
     assert continued(model, ids).shape == (1, 16)
+    with pytest.raises(UnsupportedError, match="Generate with use_cache=False"):
+        continued(model, ids, use_cache=True)
+    with pytest.raises(UnsupportedError, match=r"This assistant model cannot draft.*the scheme 'normalized_integer'"):
+        continued(patched("llama_gqa", None), ids, assistant_model=model)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "rerope"])
@@ -130,15 +131,3 @@ def test_a_chunk_of_a_padded_prompt_may_hold_only_padding(scheme: str) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, 24)
     options = {"attention_mask": left_padding(24, 12), "pad_token_id": 0, "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(ids, **options, prefill_chunk_size=8), model.generate(ids, **options))
-
-
-def test_an_assistant_that_no_cache_serves_is_refused_by_its_name() -> None:
-    stock, helper, ids = patched("llama_gqa", None), patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    with pytest.raises(UnsupportedError, match=r"This assistant model cannot draft.*the scheme 'normalized_integer'"):
-        continued(stock, ids, assistant_model=helper)
-
-
-def test_a_cache_that_is_asked_for_is_refused_where_it_would_be_wrong() -> None:
-    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    with pytest.raises(UnsupportedError, match="Generate with use_cache=False"):
-        continued(model, ids, use_cache=True)

@@ -19,12 +19,13 @@ from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patc
 from hf_posenc.schemes.parts import DistanceBias, Part
 from tests.kits.decoding import left_padding
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, gradients, outputs, patched, tokens
+from tests.matrix.running import distance, freshly_compiled, gradients, outputs, patched, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
 from tests.thinning import in_turn, mostly_slow
 from tests.versions import torch_since
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 LENGTH, BACKENDS = 20, ("sdpa", "eager")
 #: Two tiny layers in float32.
 CLOSE = 2e-5
@@ -85,17 +86,17 @@ CALLS: dict[str, tuple[str, dict[str, bool], Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize(
     ("way", "scheme"), in_turn([*itertools.product(POSITIONS, CALLS, BACKENDS)], DISTANCE_BIASES), ids=str
 )
-@torch.no_grad()
 def test_the_bias_is_that_of_every_pair_of_positions(way: tuple[str, str, str], scheme: Any) -> None:
     kind, call, backend = way
     architecture, options, visible = CALLS[call]
     model, ids = patched(architecture, scheme, attn_implementation=backend), tokens(2, LENGTH)
-    positions = POSITIONS[kind]
+    positions = POSITIONS[kind].to(torch.int64 if backend == "sdpa" else torch.int32)
     found = outputs(model, ids, position_ids=positions, **options)
     assert distance(found, reference(model, architecture, ids, positions, visible(positions))) <= CLOSE
 
 
 @pytest.mark.parametrize("scheme", ["t5", {"scheme": "alibi", "learnable": True}, "kerple"], ids=str)
+@torch.enable_grad()
 def test_gradients(scheme: Any) -> None:
     """Of a learned bias over gaps, fused and plain; and over a contiguous row, where both ways have to agree."""
     found = []
@@ -116,7 +117,6 @@ def hole() -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *PAIRWISE, *FEATURES], ids=str)
-@torch.no_grad()
 def test_a_hole_in_the_mask_is_no_distance(scheme: Any) -> None:
     """The tokens around it are as far apart as without the hidden ones."""
     model, ids, real = patched("llama_gqa", scheme), tokens(2, LENGTH), hole()[1].bool()
@@ -129,7 +129,6 @@ def test_a_hole_in_the_mask_is_no_distance(scheme: Any) -> None:
     mostly_slow([(config, label) for _, config, label in VARIANTS], lambda case: case[1].endswith("-0")),
     ids=str,
 )
-@torch.no_grad()
 def test_a_far_token_leaves_earlier_ones_as_they_are(config: Any, label: str) -> None:
     """In one call, where a number per key relative to the newest would round near ones."""
     try:
@@ -154,7 +153,6 @@ def test_a_far_token_leaves_earlier_ones_as_they_are(config: Any, label: str) ->
     ("scheme", "architecture"),
     in_turn(["alibi", "fire", "rope", "sinusoidal", "learned", "none", "native"], ["gpt2", "llama_gqa"]),
 )
-@torch.no_grad()
 def test_a_call_has_a_position_for_every_token(scheme: str, architecture: str) -> None:
     """A single one is that of all tokens, as in stock models. Stock models raise errors of shapes for others."""
     model, ids = patched(architecture, scheme), tokens(2, LENGTH)
@@ -179,12 +177,10 @@ _BOUNDS: dict[str, tuple[Any, bool, int]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", _BOUNDS)
-@torch.no_grad()
 def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
     scheme, from_first, end = _BOUNDS[name]
     model, ids, near = patched("llama_gqa", scheme, num_hidden_layers=1), tokens(1, LENGTH), torch.arange(LENGTH)[None]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = freshly_compiled(model, "aot_eager", fullgraph=True)
     expected = model(ids, position_ids=near, use_cache=False).logits
     assert distance(compiled(ids, position_ids=near, use_cache=False).logits, expected) <= CLOSE
     refused = [near - 1] * from_first + [near.clamp(max=LENGTH - 2) + end - LENGTH + 2]
@@ -195,13 +191,11 @@ def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
 
 
 @pytest.mark.long
-@torch.no_grad()
 def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
     torch_since("2.13", "graphs compute the bias of gaps by position")
     model = patched("llama_gqa", "t5", attn_implementation="sdpa", num_hidden_layers=1)
     ids = tokens(2, LENGTH)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = freshly_compiled(model, fullgraph=True)
     left = hole()
     left[1, :3] = 0
     arguments: dict[str, Any] = {"use_cache": False}
@@ -217,7 +211,6 @@ def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["t5", pytest.param("alibi", marks=pytest.mark.slow)])
-@torch.no_grad()
 def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
     """One row of the bias is cheap at any distance, so that a graph needs no look at the positions."""
     model = patched("llama_gqa", scheme, attn_implementation="sdpa", num_hidden_layers=1)
@@ -225,14 +218,12 @@ def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
     full = model(ids, attention_mask=mask).logits
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
     model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = freshly_compiled(model, fullgraph=True)
     for i in range(16, LENGTH):
         step = compiled(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits
         assert distance(step, full[:, i : i + 1]) <= 1e-4
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("scheme", ["alibi", "fire"])
 def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(scheme: str) -> None:
     model, ids = patched("llama_gqa", scheme, num_hidden_layers=1), tokens(1, 8)
@@ -246,24 +237,20 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
     with pytest.raises(UnsupportedError, match=r"reach 22.*would stand at 6.*Pass position_ids"):
         model(ids[:, 6:], past_key_values=filled())
     expected = model(ids[:, 6:], past_key_values=filled(), **given).logits
-    torch._dynamo.reset()
-    found = torch.compile(model, backend="eager")(ids[:, 6:], past_key_values=filled(), **given).logits
+    found = freshly_compiled(model)(ids[:, 6:], past_key_values=filled(), **given).logits
     assert distance(found, expected) <= 1e-5
-    torch._dynamo.reset()
     with pytest.raises(Exception, match="a compiled graph cannot read"):
-        torch.compile(model, backend="eager", fullgraph=True)(ids[:, 6:], past_key_values=filled(), **given)
+        freshly_compiled(model, fullgraph=True)(ids[:, 6:], past_key_values=filled(), **given)
 
 
 @pytest.mark.long
-@torch.no_grad()
 @pytest.mark.parametrize("own_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: bool) -> None:
     """A compiled graph cannot decide what to record, so it records that somebody has to look."""
     torch_since("2.13", "what a graph sets on a cache is lost, and the cache is refused for that")
     model, ids = patched("llama_gqa", "fire", num_hidden_layers=1), tokens(1, 8)
-    compiled, ones = torch.compile(model, backend="eager"), torch.ones(1, 6)
+    compiled, ones = freshly_compiled(model), torch.ones(1, 6)
     gaps, contiguous = torch.tensor([[0, 1, 2, 20, 21, 22]]), torch.arange(6)[None]
-    torch._dynamo.reset()
 
     def filled(position_ids: Tensor) -> Any:
         cache = {} if own_cache else {"past_key_values": DynamicCache(config=model.config)}
@@ -279,15 +266,7 @@ def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: boo
         compiled(ids[:, 6:], past_key_values=cache)
 
 
-@torch.no_grad()
-def test_positions_may_be_narrow_integers() -> None:
-    model, given = patched("llama_gqa", "alibi"), {"input_ids": tokens(2, LENGTH), "use_cache": True}
-    found, expected = (model(**given, position_ids=ids).logits for ids in (POSITIONS["gaps"].int(), POSITIONS["gaps"]))
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("scheme", ["native", "learned", "sinusoidal", "rope"])
-@torch.no_grad()
 def test_generate_of_a_model_whose_table_begins_at_a_later_row(scheme: str) -> None:
     """`generate` counts from 0, also for RoBERTa, whose forward begins at 2. Stock then looks up the rows from 0 on."""
     torch.manual_seed(0)
@@ -311,7 +290,6 @@ def test_generate_of_a_model_whose_table_begins_at_a_later_row(scheme: str) -> N
 @pytest.mark.parametrize(
     ("scheme", "kind"), in_turn([*DISTANCE_BIASES, *PAIRWISE, "rope", "none"], ["padding", "bool", "float"]), ids=str
 )
-@torch.no_grad()
 def test_tokens_that_a_later_mask_hides_keep_their_positions(scheme: Any, kind: str) -> None:
     """The positions of cached tokens were counted over the mask with which they were cached."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
@@ -338,7 +316,6 @@ def test_tokens_that_a_later_mask_hides_keep_their_positions(scheme: Any, kind: 
     assert distance(found.flip(0), expected) <= CLOSE
 
 
-@torch.no_grad()
 def test_a_mask_that_hides_cached_tokens_does_not_move_the_next_one_back() -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, LENGTH)
     cache = DynamicCache(config=model.config)
@@ -351,7 +328,6 @@ def test_a_mask_that_hides_cached_tokens_does_not_move_the_next_one_back() -> No
 
 @pytest.mark.parametrize("scheme", ["alibi", "shaw", {"scheme": "tupe", "num_positions": 128}, SELF_EXTEND], ids=str)
 @pytest.mark.parametrize("kind", ["a gap behind the cache", "a cache from 60 on", "padding within the cache"])
-@torch.no_grad()
 def test_positions_under_a_mask_that_hides_padding(scheme: Any, kind: str) -> None:
     """One mask for each head does not show which tokens are padding, and the cached ones may stand anywhere."""
     model, ids, cached = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH), LENGTH - 3

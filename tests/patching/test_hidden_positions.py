@@ -185,9 +185,14 @@ class OfTorch(nn.Module):
         return self.inner(hidden_states)
 
 
-class Numbering(nn.Embedding):
-    def forward(self, input: Any) -> Any:
-        return super().forward(input) + torch.arange(input.shape[1]).unsqueeze(-1)
+def numbering(kind: Any) -> type:
+    """A class that adds positions to what it returns."""
+
+    def forward(self: Any, given: Any, **kwargs: Any) -> Any:
+        output = kind.forward(self, given, **kwargs)
+        return output + 4 * torch.arange(given.shape[1]).sin().unsqueeze(-1).to(output.dtype)
+
+    return type("Numbering", (kind,), {"forward": forward})
 
 
 class Outside(LlamaForCausalLM):
@@ -202,12 +207,6 @@ class Layer(LlamaDecoderLayer):
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
         places = torch.arange(hidden_states.shape[1]).sin().unsqueeze(-1).to(hidden_states.dtype)
         return super().forward(hidden_states + places, **kwargs)
-
-
-class AfterAttention(LlamaDecoderLayer):
-    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
-        places = torch.arange(hidden_states.shape[1]).sin().unsqueeze(-1).to(hidden_states.dtype)
-        return super().forward(hidden_states, **kwargs) + 4 * places
 
 
 class BetweenLayers(LlamaModel):
@@ -228,11 +227,6 @@ def between_layers(after: int) -> Any:
     model = llama("model", BetweenLayers)
     model.model.after = after
     return model
-
-
-class Network(LlamaMLP):
-    def forward(self, x: Any) -> Any:
-        return super().forward(x) + torch.arange(x.shape[1]).cos().unsqueeze(-1).to(x.dtype)
 
 
 def own_function(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -297,13 +291,16 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "of torch in a ViT, all": (lambda: with_layers_of_torch(tiny("ViTModel"), 0), IN_A_VIT),
     "layer": (lambda: llama("model.layers.1", Layer), r"input of layers\.1\.self_attn depends on the position"),
     "after attention": (
-        lambda: llama("model.layers.1", AfterAttention),
-        r"output of a layer \(AfterAttention\) depends",
+        lambda: llama("model.layers.1", numbering(LlamaDecoderLayer)),
+        r"output of a layer \(Numbering with",
     ),
     "between layers": (lambda: between_layers(0), "the input of a layer after the first depends on the position"),
     "after layers": (lambda: between_layers(1), "its output depends on the position"),
-    "network": (lambda: llama("model.layers.0.mlp", Network), r"output of a layer \(LlamaDecoderLayer\) depends"),
-    "embeddings": (lambda: llama("model.embed_tokens", Numbering), FIRST_INPUT),
+    "network": (
+        lambda: llama("model.layers.0.mlp", numbering(LlamaMLP)),
+        r"output of a layer \(LlamaDecoderLayer\) depends",
+    ),
+    "embeddings": (lambda: llama("model.embed_tokens", numbering(nn.Embedding)), FIRST_INPUT),
     "outside": (lambda: llama("", Outside), FIRST_INPUT),
     "shared attention": (with_shared_attention, "used in several layers"),
     "function": (with_own_function, r"The attention function 'own_function' was registered by other code"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -53,12 +54,9 @@ def test_a_call_may_end_at_every_module(name: str, scheme: str, error: type[Base
     cached, left = ARCHITECTURES[name].causal, []
     for module in list(model.modules())[1:]:
         cache = DynamicCache(config=model.config) if cached else None
-        hook = module.register_forward_pre_hook(interrupted(error))
-        try:
+        with module.register_forward_pre_hook(interrupted(error)), contextlib.suppress(error):
             outputs(model, ids, **({} if cache is None else {"past_key_values": cache}))
-        except error:
-            assert calls_in_progress(model) == 0
-        hook.remove()
+        assert calls_in_progress(model) == 0
         if cache is not None:
             assert "update" not in vars(cache)
             left.append((type(module).__name__, weakref.ref(cache)))
@@ -74,11 +72,8 @@ def inner_call(**given: Any) -> Callable[[Any], Any]:
 
 def inner_call_behind_a_hook(model: Any) -> None:
     """It ends before the stack's forward begins, and torch runs the hooks of its end all the same."""
-    hook = model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True)
-    try:
+    with model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True):
         model.model(tokens(1, 3))
-    finally:
-        hook.remove()
 
 
 @pytest.mark.parametrize(

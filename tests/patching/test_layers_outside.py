@@ -15,6 +15,7 @@ from hf_posenc.errors import UnsupportedError
 from tests.kits.decoding import left_padding
 from tests.matrix.running import distance, drawn, patched, tokens
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 LENGTH, PADS = 12, 4
 PIECES = (5, 1, 1, 5)
 SCHEMES: list[Any] = [
@@ -44,7 +45,6 @@ def own_loop(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None, ca
 
 @pytest.mark.parametrize("kind", ["plain", "static", "padding", "gaps"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@torch.no_grad()
 def test_a_loop_over_layers_equals_the_model(scheme: Any, kind: str) -> None:
     model, ids = drawn(patched("llama_gqa", scheme, attn_implementation="sdpa"), std=0.3), tokens(2, LENGTH)
     mask = left_padding(LENGTH, PADS if kind == "padding" else 0)
@@ -55,7 +55,6 @@ def test_a_loop_over_layers_equals_the_model(scheme: Any, kind: str) -> None:
     assert distance(found[mask.bool()], expected[mask.bool()]) <= 1e-4
 
 
-@torch.no_grad()
 def test_a_loop_over_layers_that_compute_scores_themselves() -> None:
     model, ids = patched("bloom", ["t5", "rope"]), tokens(2, LENGTH)
     stack, cache, start, found = model.transformer, DynamicCache(), 0, []
@@ -73,7 +72,6 @@ def test_a_loop_over_layers_that_compute_scores_themselves() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
-@torch.no_grad()
 def test_a_cache_that_drops_tokens_is_refused(scheme: str) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)
     cache = SinkCache(sinks=1, window=4)

@@ -81,20 +81,15 @@ def test_attention_that_divides_an_image_itself_has_the_places_in_its_windows(
 
 def in_windows(module: Any, hidden: Tensor) -> Tensor:
     """Attention in windows of `(batch, rows, columns, hidden)`, less the distances between patches, written out."""
-    batch, rows, columns, width = hidden.shape
+    _, rows, columns, _ = hidden.shape
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, -columns % WINDOW, 0, -rows % WINDOW))
-    result = torch.zeros_like(padded)
-    row, column = torch.meshgrid(torch.arange(WINDOW), torch.arange(WINDOW), indexing="ij")
-    places = torch.stack((row.flatten(), column.flatten()), dim=1).double()
-    distance = torch.cdist(places, places).float()
-    slopes = torch.tensor([2.0 ** (-8 * (head + 1) / module.num_heads) for head in range(module.num_heads)])
-    for top in range(0, padded.shape[1], WINDOW):
-        for left in range(0, padded.shape[2], WINDOW):
-            tokens = padded[:, top : top + WINDOW, left : left + WINDOW].reshape(batch, WINDOW**2, width)
-            query, key, value = (
-                one.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for one in module.qkv(tokens).chunk(3, dim=-1)
-            )
-            logits = query @ key.transpose(-1, -2) * module.scale - slopes[:, None, None] * distance
-            attended = module.proj((logits.softmax(-1) @ value).transpose(1, 2).flatten(2))
-            result[:, top : top + WINDOW, left : left + WINDOW] = attended.view(batch, WINDOW, WINDOW, width)
+    places = torch.cartesian_prod(torch.arange(float(WINDOW)), torch.arange(float(WINDOW)))
+    slopes = 2.0 ** (-8 * torch.arange(1.0, 1 + module.num_heads) / module.num_heads)
+    # A row and a column of windows, and the patches of each.
+    windows = padded.unflatten(2, (-1, WINDOW)).unflatten(1, (-1, WINDOW)).transpose(2, 3).flatten(3, 4)
+    heads = module.qkv(windows).unflatten(-1, (3, module.num_heads, -1)).transpose(-4, -2)
+    query, key, value = heads.unbind(-3)
+    logits = query @ key.mT * module.scale - slopes[:, None, None] * torch.cdist(places, places)
+    attended = module.proj((logits.softmax(-1) @ value).transpose(-3, -2).flatten(-2))
+    result = attended.unflatten(3, (WINDOW, WINDOW)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return result[:, :rows, :columns].flatten(1, 2)

@@ -13,9 +13,10 @@ from transformers import DynamicCache
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.attention.block_attention import merge_mask
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, tokens
+from tests.matrix.running import distance, freshly_compiled, outputs, patched, tokens
 from tests.thinning import mostly_slow
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 
 
@@ -31,7 +32,6 @@ def additive(visible: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "bert"])
-@torch.no_grad()
 def test_a_mask_with_a_block_per_document_says_nothing_about_padding(architecture: str) -> None:
     """Stock numbers slots under such a mask, and so does the native round trip."""
     causal, model, ids = ARCHITECTURES[architecture].causal, patched(architecture, None), tokens(1, 12)
@@ -44,7 +44,6 @@ def test_a_mask_with_a_block_per_document_says_nothing_about_padding(architectur
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
-@torch.no_grad()
 def test_packed_rows_of_a_length_dependent_scheme_are_refused_under_such_a_mask_too(architecture: str) -> None:
     with pytest.warns(UserWarning, match=r"use_cache|LayerNorm"):
         model = patch_model(patched(architecture, None), "normalized_integer")
@@ -61,7 +60,6 @@ def test_packed_rows_of_a_length_dependent_scheme_are_refused_under_such_a_mask_
         lambda case: not case[1] or case[0] == SELF_EXTEND,
     ),
 )
-@torch.no_grad()
 def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> None:
     """generate() prepares the mask, which shows the window and hides the padding; positions still count back."""
     model = patched("mistral_sliding", scheme, sliding_window=12, **({"num_hidden_layers": 1} if compiled else {}))
@@ -72,8 +70,7 @@ def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> 
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     if compiled:
-        torch._dynamo.reset()
-        model.forward = torch.compile(model.forward, backend="eager")
+        model.forward = freshly_compiled(model.forward)
     both = model.generate(padded, attention_mask=mask, cache_implementation="static", **settings)
     assert torch.equal(both.sequences[:, 15:], alone.sequences[:, 10:])
     assert distance(torch.stack(both.logits), torch.stack(alone.logits)) <= 1e-4
@@ -87,7 +84,6 @@ def test_a_masked_key_stays_masked_whatever_the_bias() -> None:
     assert (merged[..., 2, :] > 0).all()
 
 
-@torch.no_grad()
 def test_several_axes_need_no_mask_of_the_caller() -> None:
     model, ids = patched("llama_gqa", {"scheme": "mrope", "layout": "half"}), tokens(2, 8)
     axes = torch.stack((torch.arange(8), torch.arange(8) // 4, torch.arange(8) % 4)).unsqueeze(1).expand(3, 2, 8)
@@ -96,7 +92,6 @@ def test_several_axes_need_no_mask_of_the_caller() -> None:
     assert distance(without, outputs(model, ids, use_cache=False)) > 1e-3
 
 
-@torch.no_grad()
 def test_latent_attention_does_not_know_the_axes_of_cached_keys() -> None:
     model = patched("deepseek_v3_mla", {"scheme": "rope_nd", "assignment": "mixed", "grid": [4]})
     axes = torch.stack((torch.arange(8) // 4, torch.arange(8) % 4)).unsqueeze(1)
@@ -106,7 +101,6 @@ def test_latent_attention_does_not_know_the_axes_of_cached_keys() -> None:
         outputs(model, ids[:, 6:], position_ids=axes[..., 6:], past_key_values=cache)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["a key less liked", "a key hidden from one head", "numbers of documents"])
 def test_a_mask_that_hides_no_token_moves_no_position(kind: str) -> None:
     stock, ids = patched("llama_gqa", None), tokens(1, 10)

@@ -139,8 +139,7 @@ def test_every_variant_acts_or_is_refused(name: str, step: int) -> None:
     for config, family in places:
         expected = without_positions(family)
         assert scheme_from_dict(json.loads(json.dumps(config.to_dict()))) == config
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as warned:
             try:
                 eager = run(family, config, "eager")
             except (UnsupportedError, ValueError) as refusal:

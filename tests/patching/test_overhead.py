@@ -150,20 +150,21 @@ def test_a_bias_is_evaluated_when_the_length_has_doubled_or_a_weight_was_written
         next(model.position_encoding.parameters()).mul_(-1)
     decoded(model, ids, cache, [1], 10)
     assert distances
-
-
-def test_what_was_remembered_without_gradients_is_not_used_with_them() -> None:
-    model, ids = patched("llama_gqa", "t5", attn_implementation="sdpa"), tokens()
-    cache = prefilled(model, ids, 6)
-    decoded(model, ids, cache, [1], 6)
-    model(ids[:, 7:8], past_key_values=cache).logits.square().sum().backward()
+    # What was remembered without gradients is not used with them.
+    model(ids[:, 11:12], past_key_values=cache).logits.square().sum().backward()
     (table,) = model.position_encoding.parameters()
     assert table.grad is not None
     assert table.grad.abs().sum() > 0
 
 
-def test_layers_share_a_bias_that_reads_no_content(counted: Counted) -> None:
+def test_layers_share_a_bias_that_reads_no_content_and_its_rows(counted: Counted) -> None:
+    """Decoding projects rows of its table when the length has doubled."""
     model, ids = patched("llama_gqa", "tupe", attn_implementation="sdpa"), tokens()
+    expected = model(ids).logits.detach()
+    cache = prefilled(model, ids, 3)
+    rows = counted(UntiedPositionBias, lambda ids: ids.numel(), "_rows")
+    torch.testing.assert_close(decoded(model, ids, cache, [1] * 11, 3), expected[:, 3:], atol=1e-4, rtol=1e-4)
+    assert [count for count in rows if count > 1] == [9, 19]
     queries = counted(UntiedPositionBias, lambda pairs: pairs.query.shape[-2])
 
     model.train()(ids, use_cache=False)
@@ -180,15 +181,6 @@ def test_layers_share_a_bias_that_reads_no_content(counted: Counted) -> None:
     with torch.no_grad():
         next(model.position_encoding.parameters()).mul_(-2)
     assert not torch.equal(decoded(model, ids, before, [1], 6), first)
-
-
-def test_decoding_projects_the_rows_of_a_table_when_the_length_has_doubled(counted: Counted) -> None:
-    model, ids = patched("llama_gqa", "tupe", attn_implementation="sdpa"), tokens()
-    expected = model(ids).logits.detach()
-    cache = prefilled(model, ids, 3)
-    rows = counted(UntiedPositionBias, lambda ids: ids.numel(), "_rows")
-    torch.testing.assert_close(decoded(model, ids, cache, [1] * 11, 3), expected[:, 3:], atol=1e-4, rtol=1e-4)
-    assert [count for count in rows if count > 1] == [9, 19]
 
 
 WINDOW = 6

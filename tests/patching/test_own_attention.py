@@ -149,14 +149,21 @@ class OwnInterface(LlamaAttention):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = self.q_proj, self.k_proj, self.v_proj
         query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        heads = [*apply_rotary_pos_emb(query, key, *position_embeddings), value]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         if self.way is in_a_view:
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        mask = causal(query, key)[None, None]
-        heads = [query, key, value]
-        way = self.way if query.shape[2] > 16 else lambda *given: attend(self, *heads, mask, scaling=FACTOR)[0]
+        mask = causal(*heads[:2])[None, None]
+        way = self.way if mask.shape[2] > 16 else lambda *given: attend(self, *heads, mask, scaling=FACTOR)[0]
         return self.o_proj(way(self, attend, heads, mask).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def with_attention(way: Any = None, kind: type | None = OwnInterface) -> Any:
+    """A Llama whose attention is of a class of one's own."""
+    model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
+    for layer in model.model.layers if kind else ():
+        layer.self_attn.__class__, layer.self_attn.way = kind, way
+    return model
 
 
 WAYS = [blocks_of_the_interface, prefixes_of_the_interface, windows_of_the_interface]
@@ -165,27 +172,21 @@ WAYS = [blocks_of_the_interface, prefixes_of_the_interface, windows_of_the_inter
 @pytest.mark.parametrize(("scheme", "way"), in_turn(SCHEMES, WAYS))
 @torch.no_grad()
 def test_parts_of_the_interface_have_the_rotation_and_nothing_else(way: Any, scheme: Any) -> None:
-    stock, model = (tiny("LlamaForCausalLM", attn_implementation="sdpa").eval() for _ in range(2))
-    model.load_state_dict(stock.state_dict())
-    for layer in (*stock.model.layers, *model.model.layers):
-        layer.self_attn.__class__ = OwnInterface
-        layer.self_attn.way = way
+    model, ids = with_attention(way), tokens(2, 40)
+    expected = model(ids).logits
     patch_model(model, scheme)
     if scheme == "rope":
-        assert distance(model(tokens(2, 40)).logits, stock(tokens(2, 40)).logits) <= 1e-4
+        assert distance(model(ids).logits, expected) <= 1e-4
         return
     with pytest.raises(UnsupportedError, match=r"^OwnInterface computes its attention in several parts"):
-        model(tokens(2, 40), use_cache=False)
+        model(ids, use_cache=False)
 
 
 @torch.no_grad()
 def test_globals_of_a_forward_are_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs with a copy of its globals."""
-    model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = OwnInterface
-        layer.self_attn.way = None
-    patch_model(model, "alibi")(tokens())
+    model = patch_model(with_attention(), "alibi")
+    model(tokens())
     monkeypatch.setattr(f"{__name__}.FACTOR", 0.5)
     with pytest.raises(UnsupportedError, match=r"\.FACTOR was replaced after patch_model"):
         model(tokens())
@@ -199,12 +200,8 @@ OTHERS = ["alibi", "repo", "ssmax", "rope", "fire"]
 
 def test_factors_of_queries_that_other_code_multiplies_are_unknown() -> None:
     for scheme in [*READING, "pope"]:
-        model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
-        for layer in model.model.layers:
-            layer.self_attn.__class__ = OwnInterface
-            layer.self_attn.way = scaled_before
         with pytest.raises(UnsupportedError, match="not known what they were multiplied with"):
-            patch_model(model, scheme)(tokens(2, 20))
+            patch_model(with_attention(scaled_before), scheme)(tokens(2, 20))
 
 
 @pytest.mark.parametrize("scheme", READING)
@@ -229,13 +226,9 @@ def test_a_bias_of_queries_that_have_their_factor_is_the_same(scheme: str) -> No
 def test_the_function_of_the_interface_is_called_in_another_way(way: Any, scheme: Any) -> None:
     """Queries may have their factor before, and the result may be read without a copy, with or without gradients."""
     models = []
-    for own in (None, way):
+    for kind in (None, OwnInterface):
         torch.manual_seed(0)
-        model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
-        for layer in model.model.layers if own else ():
-            layer.self_attn.__class__ = OwnInterface
-            layer.self_attn.way = way
-        models.append(drawn(patch_model(model, scheme), std=0.3))
+        models.append(drawn(patch_model(with_attention(way, kind), scheme), std=0.3))
     for length in (20, 150):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
@@ -244,11 +237,7 @@ def test_the_function_of_the_interface_is_called_in_another_way(way: Any, scheme
 
 
 def test_a_module_that_recomputes_its_core_is_named() -> None:
-    model = tiny("LlamaForCausalLM", attn_implementation="sdpa")
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = OwnInterface
-        layer.self_attn.way = recomputed
-    loss = patch_model(model, "alibi")(tokens(2, 20), labels=tokens(2, 20)).loss
+    loss = patch_model(with_attention(recomputed), "alibi")(tokens(2, 20), labels=tokens(2, 20)).loss
     with pytest.raises(UnsupportedError, match="OwnInterface was called outside of its forward"):
         loss.backward()
 
@@ -268,11 +257,7 @@ def built(core: Core | None, scheme: Any) -> Any:
             return self.o_proj(found), None
 
     torch.manual_seed(0)
-    model = tiny("LlamaForCausalLM").eval()
-    if core is not None:
-        for layer in model.model.layers:
-            layer.self_attn.__class__ = OwnAttention
-    return drawn(patch_model(model, scheme), std=0.3)
+    return drawn(patch_model(with_attention(kind=OwnAttention if core else None), scheme), std=0.3)
 
 
 FOLLOWED = [of_names, with_a_vector, merged]

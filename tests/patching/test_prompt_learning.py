@@ -30,6 +30,7 @@ from tests.matrix.running import distance, gradients, patched, tokens
 from tests.thinning import in_turn
 from tests.versions import torch_since
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 VIRTUAL, PADDED, LENGTH = 4, 5, 18
 #: Two tiny layers in float32, whose sums have other lengths.
 CLOSE = 1e-4
@@ -65,6 +66,7 @@ def quietly(function: Any, *args: Any, **kwargs: Any) -> Any:
     in_turn(["alibi", "t5", {"scheme": "alibi", "learnable": True}], ["prompt", "prefix"]),
     ids=str,
 )
+@torch.enable_grad()
 def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, method: str) -> None:
     """Of the virtual tokens and of the bias, both."""
     model = tuned(method, scheme)
@@ -83,7 +85,6 @@ def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, metho
 
 
 @pytest.mark.parametrize("method", ["prompt", "prefix"])
-@torch.no_grad()
 def test_a_forward_is_one_graph(method: str) -> None:
     torch_since("2.13", "compiled code cannot import transformers' lazy modules")
     ids = tokens(2, LENGTH)
@@ -94,7 +95,6 @@ def test_a_forward_is_one_graph(method: str) -> None:
     assert distance(compiled(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, expected) <= CLOSE
 
 
-@torch.no_grad()
 def test_beams_of_rows_with_gaps() -> None:
     model = tuned("prompt", "t5")
     ids, mask = batch()
@@ -110,14 +110,12 @@ def test_beams_of_rows_with_gaps() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2"])
-@torch.no_grad()
 def test_the_native_scheme_uses_keys_of_a_prefix_as_the_stock_model_does(architecture: str) -> None:
     found, stock = (tuned("prefix", scheme, architecture)(input_ids=batch()[0]).logits for scheme in ("native", None))
     assert distance(found, stock) <= 1e-6
 
 
 @pytest.mark.parametrize(("scheme", "part", "width"), [("pope", "PopeMap", 16), ("forget_gate", "ForgetGateBias", 12)])
-@torch.no_grad()
 def test_a_prefix_cannot_say_what_a_scheme_adds_to_keys(scheme: str, part: str, width: int) -> None:
     reason = f"The cache holds keys of width 8, but with {part} this LlamaAttention caches keys of width"
     with pytest.raises(UnsupportedError, match=reason) as refusal:

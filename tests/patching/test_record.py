@@ -107,8 +107,7 @@ def test_a_shared_generation_config_is_not_written_to() -> None:
     other.generation_config = model.generation_config
     shared = model.generation_config
     before = shared.to_json_string()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         patch_model(model, "normalized_integer")
     assert model.generation_config.use_cache is False
     assert shared.to_json_string() == before
@@ -233,10 +232,9 @@ def test_fields_that_only_contain_such_a_word_are_no_position_fields() -> None:
 def test_a_scheme_is_not_changed_during_a_call(change: Any) -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
     expected = model(ids).logits
-    handle = model.model.layers[0].register_forward_hook(lambda *_: change(model) and None)
-    with pytest.raises(UnsupportedError, match="call of this LlamaForCausalLM is in progress"):
+    refusal = pytest.raises(UnsupportedError, match="call of this LlamaForCausalLM is in progress")
+    with model.model.layers[0].register_forward_hook(lambda *_: change(model) and None), refusal:
         model(ids)
-    handle.remove()
     assert torch.equal(model(ids).logits, expected)
     change(model)
 

@@ -181,8 +181,6 @@ def test_what_is_no_transformers_model_is_refused() -> None:
 def test_a_warning_turned_into_an_error_leaves_the_model_alone() -> None:
     model = model_of("bert")
     before = trace_of(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="direction="):
-            patch_model(model, "integer")
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="direction="):
+        patch_model(model, "integer")
     assert not difference(before, trace_of(model))

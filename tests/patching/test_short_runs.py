@@ -193,8 +193,7 @@ def test_messages_about_our_tokens_are_not_shown_and_not_used_up(
     request.addfinalizer(lambda: transformers.logging.set_verbosity(verbosity))
     transformers.logging.set_verbosity_warning()  # Another test may have set it.
     monkeypatch.setattr(logger, "handle", lambda record: shown.append(record.getMessage()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         patch_model(model, "native")
     assert shown == []
     with pytest.warns(UserWarning, match="a warning"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LEDConfig, LEDForConditionalGeneration
 
 from hf_posenc import (
+    SinusoidalConfig,
     UnsupportedError,
     export_model,
     extend_context,
@@ -27,6 +28,8 @@ from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.models import VOCABULARY, tiny
+from tests.patching.test_changed_models import Beside
+from tests.schemes.table import seeds
 
 #: A text that has to be padded to a multiple of the windows, and the native and the longer length.
 SHORT, NATIVE, LONG = 50, 64, 160
@@ -214,12 +217,8 @@ def test_a_layer_of_sparse_attention_may_be_dropped_and_not_be_the_first_twice(m
     assert torch.isfinite(logits(model, tokens(SHORT))).all()
 
 
-class Counted(nn.Module):
+class Counted(Beside):
     """Embeddings to which other code adds positions of its own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, **given: Any) -> Tensor:
         vectors: Tensor = self.inner(**given)
@@ -249,20 +248,16 @@ def test_a_bias_in_sparse_attention_is_silenced_and_vectors_are_added(
         with ExitStack() as changes:
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in silent:
-                    hook = module.register_forward_hook(lambda module, given, output: torch.zeros_like(output))
-                    changes.callback(hook.remove)
+                    changes.enter_context(module.register_forward_hook(lambda *given: torch.zeros_like(given[2])))
                 if vectors and re.search(r"(block|layers|conformer)\.0$", path):
-                    hook = module.register_forward_pre_hook(
-                        lambda module, given: (given[0] + sinusoids(given[0]), *given[1:])
-                    )
-                    changes.callback(hook.remove)
+                    changes.enter_context(module.register_forward_pre_hook(with_sinusoids))
             by_hand = caller.outputs()
         torch.testing.assert_close(ours, by_hand, atol=CLOSE, rtol=CLOSE)
         assert (ours - stock).abs().max() > 100 * CLOSE
 
 
-def sinusoids(hidden_states: Tensor) -> Tensor:
-    """`(length, hidden)`: the sines and cosines of Vaswani et al., interleaved."""
-    length, width = hidden_states.shape[-2:]
-    angles = torch.arange(length).double()[:, None] * 10_000.0 ** (-torch.arange(0, width, 2).double() / width)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).float()
+def with_sinusoids(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Adds the vectors of Vaswani et al. to hidden states."""
+    length, width = given[0].shape[-2:]
+    vectors = [seeds.sinusoidal(SinusoidalConfig(), None, width, position, 0) for position in range(length)]
+    return given[0] + torch.tensor(vectors), *given[1:]

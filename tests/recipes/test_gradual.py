@@ -322,8 +322,7 @@ def test_a_training_stopped_on_the_way_leaves_the_blend_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="after 3 of 6 gradual steps"):
         trainer.train()
     assert blend_strength(model) == 3 / 6
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         set_blend_strength(model, 1.0)
         finish_blend(model)
     assert model.position_encoding.config == AlibiConfig()

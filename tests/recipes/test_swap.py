@@ -105,8 +105,7 @@ def test_a_longer_table_is_extended_from_the_native_one(extension):
 )
 def test_rows_that_stay_random_beside_a_native_table_are_said(family, scheme, said):
     kinds = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         model = patch_model(tiny(kinds[family]), scheme)
         patch_model(model, scheme)  # what is in force stays, and nothing is said again
     found = [str(warning.message) for warning in caught if "at random" in str(warning.message)]

@@ -43,13 +43,10 @@ def result() -> Result:
     )
 
 
-def test_a_subject_is_found_by_its_label_or_its_scheme(result):
+def test_subjects_are_found_by_label_or_scheme_and_values_by_where_they_were_measured(result):
     assert result.subject("native") is result.subject("native (rope)")
     with pytest.raises(KeyError, match=r"'rope' was not measured.*native \(rope\)"):
         result.subject("rope")
-
-
-def test_values_are_found_by_where_they_were_measured(result):
     assert result.value("native", "loss", length=8) == 1.23456
     assert result.record("native", "right", kind="all").high == 0.6
     assert [record.value for record in result.of(quantity="loss", length=8)] == [1.23456, 2.0]
@@ -129,7 +126,7 @@ def test_a_frame_has_a_row_per_record(result):
     assert set(frame["task"]) == {"example"}
 
 
-def test_a_table_of_columns(result):
+def test_a_table_of_columns_one_of_rows_with_intervals_and_the_notes_below_them_once(result):
     lines = str(result).split("\n")
     assert result._repr_markdown_() == result.table(markdown=True)
     assert lines[0] == "An example"
@@ -138,9 +135,6 @@ def test_a_table_of_columns(result):
     assert lines[6].split() == ["native", "(rope)", "1.235", "-", "[1]", "yes", "0.25"]
     assert lines[7].split() == ["alibi", "[2]", "2", "-", "no"]
     assert lines[8].split() == ["cope", "[3]", "-", "-", "-"]
-
-
-def test_a_table_of_rows_with_intervals(result):
     lines = result.table(markdown=True).split("\n")
     header = next(index for index, line in enumerate(lines) if line.startswith("| scheme") and "kind" in line)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[header : header + 6]]
@@ -149,9 +143,6 @@ def test_a_table_of_rows_with_intervals(result):
     assert cells[3] == ["native (rope)", "hard", "1.000", "0.800 to 1.000"]
     assert cells[4] == ["alibi [2]", "all", "0.250", "-"]
     assert cells[5] == ["cope [3]", "-", "-", "-"]
-
-
-def test_notes_stand_below_the_tables_once(result):
     text = result.table()
     for note in ("[1] The table ends.", "[2] New weights.", "[3] cannot be measured: It is causal only."):
         assert text.count(note) == 1

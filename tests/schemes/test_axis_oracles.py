@@ -21,7 +21,6 @@ from transformers.models.vit_mae.modeling_vit_mae import ViTMAEEmbeddings
 from hf_posenc.schemes import (
     AlibiConfig,
     MRopeConfig,
-    Positions,
     RopeNdConfig,
     SinusoidalConfig,
     T5Config,
@@ -118,32 +117,26 @@ VISION = {"causal": False, "head_dim": 4}
 STOCK = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": 1, "intermediate_size": 8}
 
 
-def vectors(config: Any, positions: Positions, weight: Tensor | None = None) -> Tensor:
+def computed(config: Any, given: Any, weight: Tensor | None = None) -> Tensor:
+    """Vectors of positions, or a bias of pairs."""
     part = part_of(config, **VISION)
     assert weight is None or part.adopt(weight)
-    result: Tensor = part(positions)[0].detach()
+    result: Tensor = part(given)[0].detach()
     return result
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 5), (9, 2)])
 def test_sinusoidal_of_rows_and_columns_equals_transformers(rows: int, columns: int) -> None:
     expected = build_2d_sinusoidal_position_embedding(rows, columns, 24, cls_token=True)
-    ours = vectors(SinusoidalConfig(layout="concatenated", axes=2), image(rows, columns, prefix=1))
+    ours = computed(SinusoidalConfig(layout="concatenated", axes=2), image(rows, columns, prefix=1))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 def test_sinusoidal_with_columns_first_equals_mae() -> None:
     embeddings = ViTMAEEmbeddings(transformers.ViTMAEConfig(**STOCK, image_size=8, patch_size=2))
     embeddings.initialize_weights()
-    ours = vectors(SinusoidalConfig(layout="concatenated", axes=2, columns_first=True), image(4, 4, prefix=1))
+    ours = computed(SinusoidalConfig(layout="concatenated", axes=2, columns_first=True), image(4, 4, prefix=1))
     torch.testing.assert_close(ours, embeddings.position_embeddings[0].detach(), rtol=0, atol=1e-6)
-
-
-def bias_of(config: Any, positions: Positions, weight: Tensor | None = None) -> Tensor:
-    part = part_of(config, **VISION)
-    assert weight is None or part.adopt(weight)
-    result: Tensor = part(pairs_at(positions))[0].detach()
-    return result
 
 
 def test_the_sum_of_buckets_equals_layoutlmv3() -> None:
@@ -167,7 +160,7 @@ def test_distances_in_the_plane_equal_croma() -> None:
         [-0.0, -0.25, -0.5, -0.25, -0.353553, -0.559017, -0.5, -0.559017, -0.707107],
         [-0.0, -0.5, -1.0, -0.5, -0.707107, -1.118034, -1.0, -1.118034, -1.414214],
     ]
-    ours = bias_of(AlibiConfig(axes=2), image(3, 3))[[0, 4], 0]
+    ours = computed(AlibiConfig(axes=2), pairs_at(image(3, 3)))[[0, 4], 0]
     torch.testing.assert_close(ours, torch.tensor(expected), rtol=0, atol=1e-6)
 
 

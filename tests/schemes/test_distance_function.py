@@ -58,10 +58,6 @@ def of_module(distance: Tensor, training: Tensor = learned_per_head(1.0)) -> Ten
     return distance
 
 
-def called_scheme(distance: Tensor, scheme: str = "") -> Tensor:
-    return distance
-
-
 def with_a_list(distance: Tensor, slopes: list[float] = [1.0]) -> Tensor:  # noqa: B006
     return distance
 
@@ -76,7 +72,6 @@ def nothing() -> float:
         (several, "The parameter 'powers' of several cannot be an option"),
         (taken, "of taken cannot be an option of a scheme: it collects several arguments, or has a name"),
         (of_module, "of of_module cannot be an option"),
-        (called_scheme, "has an option called 'scheme'"),
         (with_a_list, "'slopes' of with_a_list is a list.*Use a tuple"),
         (nothing, "nothing takes no distance"),
     ],

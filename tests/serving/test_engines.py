@@ -60,8 +60,7 @@ def _engines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     def save(scheme: Any) -> Path:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             llama(scheme).save_pretrained(tmp_path)
         return tmp_path
 

@@ -23,6 +23,7 @@ NAMES = ("reference", "reference_catalogue", "reference_tasks", "reference_maske
 
 
 def study_of(name: str, *words: str) -> StudySettings:
+    assert f"`docs/study/settings/{name}.yaml` |" in PROTOCOL
     return parse_study([str(ROOT / "docs" / "study" / "settings" / f"{name}.yaml"), *words], "")
 
 
@@ -30,7 +31,6 @@ def study_of(name: str, *words: str) -> StudySettings:
 def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
     study = study_of(name)
     assert study_cells(study)
-    assert f"`docs/study/settings/{name}.yaml`" in PROTOCOL
     assert study.learning_rates == [1e-3, 2e-3, 4e-3, 8e-3]
     causal = name in ("reference", "reference_catalogue")
     assert study.rate_settings == {"max_steps": 500 if causal else 1000}
@@ -54,7 +54,6 @@ def test_a_part_of_the_seeds_has_the_same_learning_rates(name: str) -> None:
 
 def test_the_study_of_swaps_has_a_control_for_each_learning_rate() -> None:
     study = study_of("reference_heal")
-    assert "`docs/study/settings/reference_heal.yaml` |" in PROTOCOL
     healed = {label: options for label, options in study.scheme_options.items() if options.start == "rope"}
     assert healed.keys() == set(study.schemes) - {"rope"}
     for speed in ("slow", "fast"):
@@ -66,7 +65,6 @@ def test_the_study_of_swaps_has_a_control_for_each_learning_rate() -> None:
 
 def test_the_swaps_of_a_pretrained_model_have_the_tokens_and_the_control_that_the_protocol_says() -> None:
     study = study_of("reference_heal_smollm2", "--model_name_or_path=anything")
-    assert "`docs/study/settings/reference_heal_smollm2.yaml` |" in PROTOCOL
     assert f"{study.max_steps} steps of {study.batch_size * study.train_length} tokens" in PROTOCOL
     cells = study_cells(study)
     assert [cell.label for cell in cells if cell.config is None] == ["native"] * len(study.seeds)
@@ -75,7 +73,6 @@ def test_the_swaps_of_a_pretrained_model_have_the_tokens_and_the_control_that_th
 
 def test_layers_without_a_window_have_no_positions_in_the_study_of_windows() -> None:
     study = study_of("reference_windows")
-    assert "`docs/study/settings/reference_windows.yaml` |" in PROTOCOL
     cells = {cell.label: cell for cell in study_cells(study) if cell.seed == 0}
     model = new_model(cells["native"].task, study.changed({}, ""), study_tokenizer(study), positions=128)
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
@@ -100,7 +97,6 @@ def test_the_rerun_repeats_cells_of_the_main_study_with_a_new_seed() -> None:
     }
     cells = study_cells(with_chosen_rates(main, {"runs": rates}))
     chosen = {cell.label: cell.settings for cell in cells if cell.seed == 0}
-    assert "`docs/study/settings/reference_control.yaml` |" in PROTOCOL
     assert control.seeds == main.seeds[:1]
     for cell in (*study_cells(rerun), *study_cells(control)):
         assert cell.settings.learning_rate == best[cell.label]
@@ -117,6 +113,5 @@ def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> Non
 
 def test_the_encoder_decoders_are_those_of_the_protocol() -> None:
     study = study_of("reference_marian")
-    assert "`docs/study/settings/reference_marian.yaml` |" in PROTOCOL
     assert study.rate_seed not in study.seeds
     assert all(cell.task.encoder_decoder for cell in study_cells(study))

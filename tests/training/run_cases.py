@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def trained_on(model: Path) -> dict[str, Any]:
 def run(arguments: list[str], causal: bool = True) -> int:
     """In this process."""
     return (run_clm if causal else run_mlm).main(arguments)
+
+
+def refused(capsys: Any, main: Callable[[list[str]], int], arguments: list[str], status: int = 2) -> str:
+    """What a command says that ends with a status."""
+    assert main(arguments) == status
+    return capsys.readouterr().err
 
 
 def environment() -> dict[str, str]:

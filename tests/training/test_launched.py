@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from tests.training.run_cases import REPOSITORY
+from tests.training.run_cases import REPOSITORY, refused
 from training import compare
 from training.errors import SettingsError
 from training.machine import launched_on_cpu
@@ -46,8 +46,7 @@ def test_a_comparison_of_processes_that_are_alone_is_refused(
     assert compare.main(tiny()) == 2
     assert capsys.readouterr().err == ""  # The first process says it.
     monkeypatch.setenv("RANK", "0")
-    assert compare.main(tiny()) == 2
-    said = capsys.readouterr().err
+    said = refused(capsys, compare.main, tiny())
     assert "2 processes were launched, but they did not form a group" in said
     assert "accelerate launch" in said
     assert not (tmp_path / "out").exists()

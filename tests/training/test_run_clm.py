@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     TrainingArguments,
@@ -22,7 +21,6 @@ from transformers import (
 )
 
 import hf_posenc
-from tests.fresh import run_fresh
 from tests.thinning import mostly_slow
 from tests.training.run_cases import SIZES, curve, losses, results, run, trained_on, words
 
@@ -41,21 +39,6 @@ def test_a_run_learns_and_writes_its_figures(alibi: Path) -> None:
     assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
     assert figures["eval_loss"] < logged[0] - 1
     assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == figures["eval_loss"]
-
-
-def test_the_saved_model_loads_in_a_fresh_process(alibi: Path) -> None:
-    program = (
-        "import sys, hf_posenc\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
-        "tokens = AutoTokenizer.from_pretrained(sys.argv[1])('the ship left', return_tensors='pt')\n"
-        "print(model.position_encoding.config.name, model(**tokens).logits[0, -1, :4].tolist())\n"
-    )
-    scheme, logits = run_fresh(program, alibi, environment={"OMP_NUM_THREADS": "1"}).stdout.split(maxsplit=1)
-    model = AutoModelForCausalLM.from_pretrained(alibi).eval()
-    tokens = AutoTokenizer.from_pretrained(alibi)("the ship left", return_tensors="pt")
-    assert scheme == "alibi"
-    assert json.loads(logits) == model(**tokens).logits[0, -1, :4].tolist()
 
 
 def test_a_finished_run_is_not_trained_further(alibi: Path, texts: Path, capsys: Any) -> None:

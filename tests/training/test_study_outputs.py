@@ -13,7 +13,7 @@ import pytest
 from docs.study.outputs import main
 from tests.hostile.kinds import json_bytes
 from tests.hostile.mutations import change_of_json
-from tests.training.run_cases import REPOSITORY
+from tests.training.run_cases import REPOSITORY, refused
 from tests.training.study_results import LENGTHS, finished, row, study, three_seeds, unfinished
 from training.files import read_json
 from training.report import outputs
@@ -216,22 +216,16 @@ def test_nothing_finished_is_still_a_report(tmp_path):
     assert "The disk is full." in (tmp_path / "report.html").read_text()
 
 
-def test_a_kill_while_outputs_are_written_leaves_whole_files(tmp_path):
-    (tmp_path / "results.json").write_text('{"name": "earlier"}\n')
-    with mock.patch("pathlib.Path.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        write_outputs(study([unfinished("causal", "t5", 0, "failed", "The disk is full.")], corpus=None), tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text()) == {"name": "earlier"}
-
-
-def test_refused_results_leave_earlier_files_alone(tmp_path, capsys):
+def test_refused_results_and_a_kill_leave_earlier_files_alone(tmp_path, capsys):
     (tmp_path / "results.json").write_text('{"name": "earlier"}\n')
     with pytest.raises(ResultsError, match="status"):
         write_outputs(study([finished("causal", "rope", status="done")]), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    assert main([str(tmp_path)]) == 2
-    assert f"{tmp_path / 'results.json'}: settings is missing" in capsys.readouterr().err
-    assert main([str(tmp_path / "nowhere")]) == 2
-    assert "no results.json" in capsys.readouterr().err
+    with mock.patch("pathlib.Path.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        write_outputs(study([unfinished("causal", "t5", 0, "failed", "The disk is full.")], corpus=None), tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text()) == {"name": "earlier"}
+    assert f"{tmp_path / 'results.json'}: settings is missing" in refused(capsys, main, [str(tmp_path)])
+    assert "no results.json" in refused(capsys, main, [str(tmp_path / "nowhere")])
 
 
 def seen(results):

@@ -97,8 +97,7 @@ class Launches(Part):
 def waits_on_cuda(call: Callable[[], object]) -> Counter[str]:
     """How often one call waits for the device, by the place in Python."""
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         torch.cuda.set_sync_debug_mode("warn")
         try:
             call()

@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.levels import Sizes
 from benchmarks.lineup import base_model, place
 from benchmarks.subjects import STOCK, Setting
+from tests.matrix.running import strengthen
 
 #: The levels of these models: a Llama with two heads of keys and values, and a BERT.
 DECODER, ENCODER = "model", "encoder"
@@ -36,11 +37,7 @@ def build(kind: str, scheme: str) -> Any:
                 parameter.normal_(std=0.125)
     place(f"{scheme}@eager", model, kind)
     if scheme != STOCK:
-        with torch.no_grad():
-            for parameter in model.position_encoding.parameters():
-                # Tables that a scheme begins with small numbers have no visible effect.
-                if parameter.dim() == 2 and parameter.std() < 0.1:
-                    parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
+        strengthen(model)
     return model.eval()
 
 

@@ -50,7 +50,12 @@ def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first(tmp_path
 
 
 def test_a_length_goes_with_the_scheme_of_its_part() -> None:
-    model = patch_model(patch_model(LLAVA.model(), "alibi"), "none", part="vision")
+    """The warning about patches in one row is not repeated for a part that is kept."""
+    model = LLAVA.model()
+    with pytest.warns(UserWarning, match="numbered row by row"):
+        patch_model(model, "alibi", part="vision")
+    with warnings.catch_warnings(action="error"):
+        patch_model(model, "alibi")
     native = model.config.text_config.max_position_embeddings
     extend_context(model, length=native + 7, part="text")
     unpatch_model(model, part="text")
@@ -89,12 +94,3 @@ def test_the_inspection_lists_the_parts_and_the_report_those_without_a_scheme() 
     assert {stack.part for stack in report.stacks} == {"text"}
     assert "vision" in report.untouched
     assert "text" in str(report)
-
-
-def test_the_warning_about_patches_in_one_row_is_not_repeated_for_a_kept_part() -> None:
-    model = LLAVA.model()
-    with pytest.warns(UserWarning, match="numbered row by row"):
-        patch_model(model, "alibi", part="vision")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patch_model(model, "alibi")

@@ -26,7 +26,7 @@ from hf_posenc import (
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
-from tests.matrix.running import gradients
+from tests.matrix.running import freshly_compiled, gradients
 from tests.models import tiny
 from tests.thinning import in_turn
 
@@ -84,14 +84,12 @@ def test_a_scheme_for_the_order_of_tokens_is_placed_with_a_warning(
         patch_model(model, "alibi")
     model.save_pretrained(tmp_path)
     save_position_adapter(model, tmp_path / "scheme")
-    with warnings.catch_warnings():  # A load does not repeat it.
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):  # A load does not repeat it.
         again = type(model).from_pretrained(tmp_path)
         load_position_adapter(unpatch_model(again), tmp_path / "scheme")
     assert "row by row for the bias" in str(model.position_encoding.report)
     for scheme, options in (*GRID_SCHEMES, ("none", {}), ("native", {}), ("rope_nd", {})):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             patch_model(model, scheme, **options)
         assert "row by row" not in str(model.position_encoding.report)
     assert "rows and columns of patches" in str(model.position_encoding.report)
@@ -122,8 +120,7 @@ def test_a_grid_scheme_where_tokens_have_one_axis_is_pointed_out() -> None:
             patch_model(model, scheme, **options)
     with pytest.raises(ValueError, match="no coordinates"):
         model(torch.arange(5).unsqueeze(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         patch_model(model, "rope_nd", grid=(8,))
 
 
@@ -181,8 +178,7 @@ def test_checkpointing_changes_no_gradient_and_half_precision_is_close(
 def test_compiled(scheme: str) -> None:
     model = patch_model(vit(), scheme)
     expected = tokens(model, image())
-    torch._dynamo.reset()
-    compiled = torch.compile(model.vit, fullgraph=True)
+    compiled = freshly_compiled(model.vit, "inductor", fullgraph=True)
     with torch.no_grad():
         assert torch.allclose(compiled(image()).last_hidden_state, expected, atol=1e-4)
 

@@ -16,6 +16,7 @@ from tests.architectures.tiny import tiny_model
 from tests.models import SIZES
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 #: Architectures that compare sizes, resize their table in ways of their own, or do not resize it at all.
 PICTURES = [
     "video-videomae", "video-vivit", "vision-mgp-str", "vision-aimv2_vision_model", "vision-vit", "vision-yolos",
@@ -42,7 +43,6 @@ def pictures(model: Any, rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "scheme"), in_turn(PICTURES, ["none", "sinusoidal"]))
-@torch.no_grad()
 def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: str) -> None:
     """Many stock models refuse them, unless they are told to interpolate their tables."""
     model = tiny_model(pair_named(name)).eval()
@@ -64,7 +64,6 @@ def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: 
 
 
 @pytest.mark.parametrize("scheme", ["none", "alibi", "sinusoidal"])
-@torch.no_grad()
 def test_a_sound_that_is_twice_as_long(scheme: str) -> None:
     model = ASTModel(ASTConfig(**SIZES, max_length=64, num_mel_bins=32)).eval()
     patch_model(model, scheme)
@@ -77,7 +76,6 @@ def test_a_sound_that_is_twice_as_long(scheme: str) -> None:
     ("vision-vitdet", "encoder.layer.0"),
     ("vision-radio", "encoder.layer.0"),
 ])  # fmt: skip
-@torch.no_grad()
 def test_vectors_are_added_to_the_patches_of_the_call(name: str, layer: str) -> None:
     """The tables have channels first, are resized as squares, or belong to a grid that is larger than any picture.
 
@@ -102,7 +100,6 @@ def test_vectors_are_added_to_the_patches_of_the_call(name: str, layer: str) -> 
     assert (products[1:, 1:] - products[:-1, :-1]).abs().max() < 1e-3
 
 
-@torch.no_grad()
 def test_a_table_that_is_called_without_a_picture_is_not_resized() -> None:
     """Perceiver has tables of one class for pictures and for texts."""
     pair = pair_named("other-perceiver")

@@ -13,6 +13,7 @@ from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.thinning import in_turn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 SIZES = [(4, 4), (3, 5), (6, 2), (1, 7)]
 
 
@@ -21,7 +22,6 @@ def image(model: Any, rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(1, 3, side * rows, side * columns, generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("pair", ["vision-idefics3_vision", "vision-smolvlm_vision"])
 def test_the_native_scheme_is_the_stock_model_at_every_size_and_with_padding(pair: str) -> None:
     model = tiny_model(pair_named(pair))
@@ -41,7 +41,6 @@ def test_the_native_scheme_is_the_stock_model_at_every_size_and_with_padding(pai
         torch.testing.assert_close(ours, theirs)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("scheme", ["rope_nd", "rope", "learned", "alibi", "sinusoidal"])
 def test_an_image_padded_to_a_larger_one_is_read_as_alone(scheme: str) -> None:
     options: dict[str, Any] = {"learned": {"grid": (4, 4)}, "sinusoidal": {"axes": 2}}.get(scheme, {})
@@ -56,7 +55,6 @@ def test_an_image_padded_to_a_larger_one_is_read_as_alone(scheme: str) -> None:
     torch.testing.assert_close(together[1][shown[1].flatten()], alone[0], atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
 def test_the_native_scheme_is_the_stock_model_for_images_in_a_row() -> None:
     model = tiny_model(pair_named("vision-minicpm_ocr_vision"))
     pixels = torch.cat([image(model, 1, rows * columns) for rows, columns in SIZES], dim=3)
@@ -66,7 +64,6 @@ def test_the_native_scheme_is_the_stock_model_for_images_in_a_row() -> None:
     torch.testing.assert_close(ours, stock)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("scheme", "merges"), in_turn(["rope_nd", "none", "learned", "rope", "alibi"], [False, True]))
 def test_images_packed_in_a_row_are_read_as_alone(scheme: str, merges: bool) -> None:
     """MiniCPM merges patches two by two after a layer, so the layers behind it have a coarser grid."""
