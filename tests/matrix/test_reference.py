@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import SchemeConfig, UnsupportedError
+from hf_posenc.patching.forwards import forward_on_instance
 from hf_posenc.schemes import SchemeParts
 from hf_posenc.schemes.logits import positional_logits
 from tests.kits.decoding import decoded, left_padding
@@ -38,7 +39,7 @@ def with_scheme(architecture: str, config: SchemeConfig) -> Any:
 
 def attended(attention: Any, names: tuple[str, ...], hidden: Tensor) -> Tensor:
     """What a layer attends to, `(batch, length, heads * head_dim)`."""
-    encoding = attention.__dict__["forward"].encoding
+    encoding = forward_on_instance(attention).encoding
     query, key, value = (
         getattr(attention, name)(hidden).unflatten(-1, (-1, encoding.head_dim)).transpose(1, 2) for name in names
     )

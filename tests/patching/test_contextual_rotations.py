@@ -24,6 +24,7 @@ from hf_posenc import UnsupportedError, accept_cache, patch_model
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.patching.call import interface_attention, pairwise_site
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.patching.forwards import forward_on_instance
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
 from hf_posenc.schemes.positions import Positions
@@ -74,7 +75,7 @@ def logits(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
 def as_biases(model: PreTrainedModel) -> None:
     """Makes the layers add the bias form, which is the definition, instead of passing rotated heads to the kernels."""
     for layer in model.model.layers:
-        site = layer.self_attn.__dict__["forward"]
+        site = forward_on_instance(layer.self_attn)
         assert isinstance(site, InterfaceAttention)
         site.encoding.rotates_by_input = site.encoding.only_rotates_by_input = False
         site.encoding.rotation_before_cache = None
@@ -120,7 +121,7 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
     for rotated in (True, False):
         for layer in model.model.layers:
             if not rotated:
-                layer.self_attn.__dict__["forward"].encoding.rotation_before_cache = None
+                forward_on_instance(layer.self_attn).encoding.rotation_before_cache = None
         cache = DynamicCache(config=model.config)
         found.append(decoded(model, IDS, cache, [9, 4] + [1] * 11))
         caches.append(cache)

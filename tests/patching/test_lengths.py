@@ -13,6 +13,7 @@ from hf_posenc import (
 )
 from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.forwards import forward_on_instance
 from hf_posenc.schemes import BuildContext
 from tests.matrix.running import distance, patched, tokens
 
@@ -74,7 +75,7 @@ def test_what_stands_at_padding_does_not_count_into_a_length() -> None:
 
 
 def test_a_query_and_a_key_of_different_dtypes_are_turned_each_in_its_own() -> None:
-    attention = patched("llama_gqa", "rope").model.layers[0].self_attn.forward
+    attention = forward_on_instance(patched("llama_gqa", "rope").model.layers[0].self_attn)
     query, key, state = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8).bfloat16(), ForwardState(6)
     turned_query, turned_key = attention.apply_map(state, query, key, 2)
     assert (turned_query.dtype, turned_key.dtype) == (torch.float32, torch.bfloat16)
