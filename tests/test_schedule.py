@@ -41,4 +41,4 @@ def test_long_tests_are_left_out_of_the_whole_suite_only(words: list[str], optio
 def test_continuous_integration_runs_them_too_and_the_default_is_no_choice() -> None:
     assert "-m 'not slow'" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert COMMAND in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert COMMAND in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert COMMAND.removeprefix(".venv/bin/") in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

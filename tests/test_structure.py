@@ -18,12 +18,12 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (30, 1118, 517),
-    "patch and first forward": (37, 1294, 606),
-    "forward": (14, 100, 58),
-    "further layer": (14, 20, 13),
-    "decoding": (13, 125, 64),
-    "save": (13, 267, 59),
+    "patch": (30, 1187, 531),
+    "patch and first forward": (37, 1379, 619),
+    "forward": (14, 102, 58),
+    "further layer": (14, 21, 13),
+    "decoding": (13, 127, 64),
+    "save": (13, 270, 57),
     "from_pretrained": (32, 1193, 528),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
@@ -101,13 +101,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 55_419
+    assert sum(lines) <= 55_546
     assert max(lines) <= 500
     assert len(lines) <= 300
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_492)]
+    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_637)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

@@ -20,7 +20,6 @@ from hf_posenc.checkpoint.saving import (
     upload_modified_files,
 )
 from hf_posenc.entry import ATTRIBUTE, CLASS_PREFIX, read_entry
-from hf_posenc.errors import warn_user
 from hf_posenc.wrapping import Call, wrap
 
 #: The architecture of patched models that generate text, which the plug-ins add to the registries of the engines.
@@ -58,15 +57,19 @@ def install() -> None:
 
 
 def _compile_regions(call: Call) -> Any:
-    """Warns that regional compilation has no effect on the layers of a patched model."""
-    modules: Iterable[Any] = getattr(call["module"], "modules", tuple)()
-    if any(hasattr(module, ATTRIBUTE) for module in modules):
-        warn_user(
-            "accelerate's regional compilation copies the modules around the layers. In a patched model, these copies "
-            "run the original layers, so no layer is compiled. To compile the whole model, use torch.compile(model) or "
-            "TorchDynamoPlugin(use_regional_compilation=False)."
-        )
-    return call.run()
+    """Compiles the layers of a patched model in place; accelerate copies the modules around them.
+
+    The copy of a stack would run the original layers, to which its forward belongs.
+    """
+    module = call["module"]
+    modules: Iterable[Any] = getattr(module, "modules", tuple)()
+    if not any(hasattr(inner, ATTRIBUTE) for inner in modules):
+        return call.run()
+    # The same for modules that must not be copied.
+    from accelerate.utils.other import compile_regions_deepspeed
+
+    compile_regions_deepspeed(module, **call["compile_kwargs"])
+    return module
 
 
 def _get_engine_config(call: Call) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -104,12 +105,26 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
     namespace = function.__globals__ | dict(replaced)
     # With `__name__`, dynamo would take the copy for the module itself and guard the globals of the module.
     namespace.pop("__name__", None)
-    return _copied(function, namespace, function.__closure__)
+    code = _compiled_with_callers(function.__code__, function.__code__.co_filename)
+    return _copied(function, code, namespace, function.__closure__)
 
 
-def _copied(function: Any, namespace: dict[str, Any], closure: tuple[Any, ...] | None) -> types.FunctionType:
-    """A function with the same code object."""
-    copied = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+@functools.lru_cache(maxsize=1024)
+def _compiled_with_callers(code: types.CodeType, file: str) -> types.CodeType:
+    """A copy of a code object that torch.compile puts into graphs of callers, but does not compile by itself.
+
+    What it compiles from a function of one layer would also run for other layers, which have the same code object, but
+    the compiled code looks for its kernels in the globals of the function, which only that layer has.
+    """
+    copied = code.replace()
+    set_code_exec_strategy(copied, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return copied
+
+
+def _copied(
+    function: Any, code: types.CodeType, namespace: dict[str, Any], closure: tuple[Any, ...] | None
+) -> types.FunctionType:
+    copied = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
@@ -121,7 +136,7 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
         return rebound
     copied, cells = in_decorators(inner, rebound), getattr(decorated, "__closure__", None) or ()
     closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
-    return copied if closure == tuple(cells) else _copied(decorated, decorated.__globals__, closure)
+    return copied if closure == tuple(cells) else _copied(decorated, decorated.__code__, decorated.__globals__, closure)
 
 
 def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:
@@ -131,6 +146,7 @@ def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:
     attribute, or under another name on the module that it belongs to, as accelerate does.
     """
     seen: dict[int, Any] = {}
+    forward = placed_forward(forward)
     level = {id(forward): forward}
     for _ in range(_DEEPEST_WRAPPER + 1):
         if id(ours) in level:
@@ -262,15 +278,12 @@ class PlacedForward(OfStack):
 
     @property
     def as_forward(self) -> Any:
-        """What the module has as its `forward`: a method, which torch.compile knows by its code.
+        """What the module has as its `forward`: this object, or its method `run`.
 
-        It guards other objects by their identity, so that each layer that is compiled alone would have its own graph.
+        torch.compile knows methods by their code and other objects by their identity. So layers that are compiled alone
+        share their graphs if their attention has a method.
         """
-        return self.run
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls this object."""
-        return self(*args, **kwargs)  # type: ignore[operator]
+        return getattr(self, "run", self)
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""

@@ -22,6 +22,8 @@ is in `hf_posenc.patching`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -85,6 +87,14 @@ def _make_copy(constant: DeviceConstant, device: torch.device) -> bool:
         with torch.inference_mode(False):
             constant._copies[device] = constant._copies[torch.device("cpu")].to(device)
     return True
+
+
+def mark_parts_of_one_layer(layers: Iterable[Iterable[Part]]) -> None:
+    """States of all parts, and those inside them, whether one layer alone has them."""
+    inside = ({module for part in parts for module in part.modules()} for parts in layers)
+    for module, count in Counter(itertools.chain.from_iterable(inside)).items():
+        if isinstance(module, Part):
+            module.of_one_layer = count == 1
 
 
 def shortest(reaches: Iterable[Reach]) -> Reach:

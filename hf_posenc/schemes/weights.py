@@ -242,6 +242,16 @@ def is_changed(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def may_be_joined(part: nn.Module, alike: list[Hashable], device: torch.device | None) -> bool:
+    """Whether a part with weights on a device has modules that are `alike`, and nobody has changed one of them."""
+    modules = modules_of(part)
+    if [*map(likeness, modules)] != alike or any(map(is_changed, modules)):
+        return False
+    weights = weights_of(part)
+    # All are on the same device. FSDP may have exchanged them for plain tensors.
+    return len(weights) > 0 and bool(weights[0].device == device) and not has_hooks(weights)
+
+
 def requires_grad(value: Any) -> bool:
     """Whether a value, or one of the values in a tuple, requires grad."""
     if isinstance(value, tuple):

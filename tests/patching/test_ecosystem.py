@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import product
 from typing import Any
 
@@ -169,14 +168,15 @@ def test_parts_patched_on_their_own() -> None:
     assert torch.equal(model(input_ids=ids, decoder_input_ids=ids).logits, stock)
 
 
-@pytest.mark.parametrize("scheme", [None, "alibi"])
-def test_regional_compilation_warns_that_no_layer_of_a_patched_model_is_compiled(scheme: str | None) -> None:
+@pytest.mark.parametrize("scheme", [None, "alibi", "fire"])
+def test_accelerate_compiles_the_layers_in_few_graphs(scheme: str | None) -> None:
     ids, graphs = tokens(), []
-    model = patched("llama_gqa", scheme) if scheme else ARCHITECTURES["llama_gqa"].build().eval()
-    wanted = model(ids).logits
+    model = ARCHITECTURES["llama_gqa"].build(num_hidden_layers=4).eval()
+    if scheme is not None:
+        patch_model(model, scheme)
+    wanted = model(ids, use_cache=False).logits
     torch._dynamo.reset()
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        compiled = compile_regions(model, backend=lambda graph, _: graphs.append(graph) or graph)
-    torch.testing.assert_close(compiled(ids).logits, wanted)
-    assert any("no layer is compiled" in str(one.message) for one in caught) == (scheme is not None)
-    assert any("k_proj" in str(graph.code) for graph in graphs) == (scheme is None)
+    compiled = compile_regions(model, backend=lambda graph, _: graphs.append(graph) or graph)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, wanted)
+    # The first layer computes what the others share.
+    assert 1 <= sum("k_proj" in str(graph.code) for graph in graphs) <= 2

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from hf_posenc.patching.call.runtime import PerThread
+from hf_posenc.patching.forwards import forward_on_instance
 from tests.models import tiny
 
 from ..matrix.architectures import ARCHITECTURES
@@ -24,7 +25,7 @@ from ..matrix.running import outputs, patched, tokens
 def calls_in_progress(model: nn.Module) -> int:
     """How many calls the model's sites take to be running."""
     holders = [getattr(module, "runtime", None) for module in model.modules()]
-    holders += [module.__dict__.get("forward") for module in model.modules()]
+    holders += map(forward_on_instance, model.modules())
     found = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
     return sum(len(value.of_this_thread()) for value in found if isinstance(value, PerThread))
 

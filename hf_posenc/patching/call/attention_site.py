@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_posenc.attention.backends import Attention
@@ -26,6 +26,7 @@ from hf_posenc.patching.call.grid_state import in_order, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.outside_stack import state_of_layer
 from hf_posenc.patching.call.pairwise_site import PairwiseSite, refuse_cached_coordinates
+from hf_posenc.patching.forwards import forward_on_instance
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import Part, QueryKeyMap
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -488,3 +489,8 @@ def without_batch(tensors: Any) -> Any:
 def with_heads_first(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Exchanges the axes of tokens and heads."""
     return first.transpose(1, 2), None if second is None else second.transpose(1, 2)
+
+
+def is_attention_site(module: nn.Module) -> bool:
+    """Whether a module is a patched attention layer, of this model or of one that shares it."""
+    return isinstance(forward_on_instance(module), AttentionSite)

@@ -22,14 +22,12 @@ from hf_posenc.schemes.weights import (
     Layers,
     exporting,
     gradients_may_be_shared,
-    has_hooks,
-    is_changed,
     likeness,
+    may_be_joined,
     modules_of,
     once_in_graph,
     requires_grad,
     traced,
-    weights_of,
 )
 
 if TYPE_CHECKING:
@@ -161,6 +159,8 @@ class ForwardState:
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.
     rotary_position_ids: Tensor | None = None
+    #: Whether it was made in a compiled graph, which then has the whole call.
+    in_graph: bool = field(default_factory=torch.compiler.is_compiling)
     #: Values that the layers of this call share.
     scratch: dict[Hashable, Any] = field(default_factory=dict)
     #: Values of the host, also for layers that are recomputed.
@@ -419,7 +419,7 @@ class ForwardState:
         def of_layers() -> tuple[Any, Layers] | None:
             layers = Layers(parts_of_kind(site, name))
             alike = [*map(likeness, modules_of(layers[0]))]
-            if len(layers) < 2 or not all(_is_plain(part, alike, self.device) for part in layers):
+            if len(layers) < 2 or not all(may_be_joined(part, alike, self.device) for part in layers):
                 return None
             values = layers[0].of_layers(layers, *inputs())
             if values is None:
@@ -460,19 +460,6 @@ def parts_of_kind(site: LogitSite, name: str) -> list[Any]:
         return [of_layer]
     parts = [getattr(layer, name) for layer in layers.layers if layer.kind == site.encoding.kind]
     return list({id(part): part for part in (*parts, of_layer) if type(part) is type(of_layer)}.values())
-
-
-def _is_plain(part: Part, alike: list[Hashable], device: torch.device | None) -> bool:
-    """Whether the weights of a part are on a device, and nobody has set hooks or replaced a forward in it.
-
-    Nor changed one of its modules, which are `alike`.
-    """
-    modules = modules_of(part)
-    if [*map(likeness, modules)] != alike or any(map(is_changed, modules)):
-        return False
-    weights = weights_of(part)
-    # All are on the same device. FSDP may have exchanged them for plain tensors.
-    return len(weights) > 0 and bool(weights[0].device == device) and not has_hooks(weights)
 
 
 def narrow_layers(config: Any) -> set[str]:

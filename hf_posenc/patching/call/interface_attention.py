@@ -70,6 +70,10 @@ class Rebound(PlacedForward):
         self.calls: PerThread[LayerCall] = PerThread()
         self._rebind_forward()
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls this object, whose class changes when the scheme is removed."""
+        return self(*args, **kwargs)  # type: ignore[operator]
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self.rebound}
 
@@ -255,7 +259,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
         arguments: tuple[Any, ...] = ()
-        if self.encoding.checked_with is not None and not args:
+        # A graph of one layer cannot hold what other graphs have found.
+        if self.encoding.checked_with is not None and not args and call.state.in_graph == torch.compiler.is_compiling():
             arguments = self._arguments(call, implementation, function, query, key, attention_mask, kwargs)
             checked = call.state.scratch.get(self.encoding.checked_with)
             output = None if checked is None else checked.attend(self, call, arguments, query, key, value)

@@ -301,11 +301,6 @@ class StackForward(PlacedForward):
     __wrapped__ = RetiredForward.__wrapped__
 
     @property
-    def as_forward(self) -> Any:
-        """This object, whose `__wrapped__` shows callers the parameters of the stack."""
-        return self
-
-    @property
     def __code__(self) -> types.CodeType:
         """The code of the original forward, whose file and line torch.export records."""
         return type(self.module).forward.__code__

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.interface_attention import RotaryReplacement
+from hf_posenc.patching.call.interface_attention import Rebound, RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import functions_called, in_decorators, rebind, unknown_seam, view_of
@@ -27,6 +27,7 @@ class ScoresAttention(AttentionSite):
     mapped when the cache is updated, and queries when they are multiplied with the keys.
     """
 
+    run = Rebound.run
     #: These modules reshape cached keys to their original width.
     caches_wide_keys = False
 

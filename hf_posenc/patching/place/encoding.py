@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -20,11 +18,11 @@ from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.discovery import build_context, with_layout
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer
 from hf_posenc.patching.anatomy.weights import computed_buffers, execution_device
+from hf_posenc.patching.call.attention_site import is_attention_site
 from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.place.cross_layers import cross_parts
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
-from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import refusals
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts, walk
@@ -197,11 +195,6 @@ class StackEncoding(nn.Module):
             self.cross = {attention.path: LayerEncoding.of(parts, attention) for attention, parts in across}
             self.runtime.reads_encoder = bool(self.cross)
         self._built.clear()
-        layers = [*self.layers, *self.cross.values()]
-        inside = ({module for part in layer.parts for module in part.modules()} for layer in layers)
-        for module, count in Counter(itertools.chain.from_iterable(inside)).items():
-            if isinstance(module, Part):
-                module.of_one_layer = count == 1
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
         needs = self.needs()

@@ -35,7 +35,7 @@ from hf_posenc.patching.forwards import WithoutTable, forward_on_instance
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import KINDS_IN_LAYERS, StackRecord
-from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.parts import Part, mark_parts_of_one_layer
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
 
 
@@ -131,6 +131,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     report = StackReport(stack.name, stack.part, stack.layers(), kept=[*skipped, *architecture.kept])
     runtime = encoding.runtime
     runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, journal, record.stacks.get(stack.name))
+    mark_parts_of_one_layer(layer.parts for layer in (*encoding.layers, *encoding.cross.values()))
     if next(encoding.parameters(), None) is not None:
         runtime.replicas = encoding
     before = forward_on_instance(stack.module)

@@ -355,10 +355,7 @@ class StackRecord:
         return sorted(inside, reverse=True) == inside and sum(inside) <= len(in_layer & {*attentions})
 
     def _attentions_to_run(self) -> tuple[int, ...]:
-        """The numbers of the attention modules in the layers that the config counts, which are awaited now.
-
-        For an early exit, they are fewer than all.
-        """
+        """Awaits the attention modules in the layers that the config counts; for an early exit, fewer than all."""
         attentions, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
         counted = attentions[:depth] if fewer else attentions
@@ -500,8 +497,3 @@ def number_of(record: Any) -> int:
 def answer_of(number: int, question: str, *about: int) -> Any:
     """The result of a method of a record. It becomes a constant of a graph, which is retraced if the modules change."""
     return getattr(_records[number], question)(*about)
-
-
-def is_attention_site(module: nn.Module) -> bool:
-    """Whether a module is a patched attention layer, of this model or of one that shares it."""
-    return isinstance(forward_on_instance(module), AttentionSite)
