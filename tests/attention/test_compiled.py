@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DynamicCache, StaticCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.kits import decoding as kit
 from tests.matrix.running import gradients, tokens
@@ -184,6 +185,20 @@ def test_layers_that_are_compiled_alone_share_their_graphs(scheme: str) -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
     # The first layer computes what the others share.
     assert counter.frame_count <= 3
+
+
+def test_a_graph_that_breaks_inside_attention_is_right_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaking(*args: object, **kwargs: object) -> object:
+        torch._dynamo.graph_break()
+        return sdpa_attention_forward(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "breaking", breaking)
+    model, ids = model_of("llama_gqa", SCHEMES["rope"], num_hidden_layers=3), tokens(batch=1, length=12)
+    model.config._attn_implementation = "breaking"
+    wanted = model(ids, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    torch.testing.assert_close(model(ids, use_cache=False).logits, wanted)
 
 
 @pytest.mark.slow
