@@ -111,7 +111,7 @@ class Layers(Sequence[Any]):
         names = dict.fromkeys((*first._parameters, *values))
         stacks = {name: self.stack([getattr(part, name) for part in parts]) for name in names}
         made: Any = object.__new__(kind)
-        made.__dict__ = first.__dict__ | stacks
+        made.__dict__ = {**vars(first), **stacks}
         made._modules = {name: self.stacked([part._modules[name] for part in parts]) for name in modules}
         return made
 
