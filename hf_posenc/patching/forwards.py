@@ -284,15 +284,6 @@ class PlacedForward(OfStack):
         self.encoding = encoding
         self.inner = inner
 
-    @property
-    def as_forward(self) -> Any:
-        """What the module has as its `forward`: this object, or its method `run`.
-
-        torch.compile knows methods by their code and other objects by their identity. So layers that are compiled alone
-        share their graphs if their attention has a method.
-        """
-        return getattr(self, "run", self)
-
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""
         if self.inner is not None:
@@ -321,6 +312,15 @@ class RetiredForward(PlacedForward):
 def place_of_forward(module: nn.Module) -> str:
     """The attribute that holds a module's forward, which is the one inside accelerate's hook for hooked modules."""
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def as_forward(placed: Any) -> Any:
+    """What a module has as its `forward`: a placed object, or its method `run`.
+
+    torch.compile knows methods by their code and other objects by their identity. So layers that are compiled alone
+    share their graphs if their attention has a method.
+    """
+    return getattr(placed, "run", placed) if isinstance(placed, PlacedForward) else placed
 
 
 def placed_forward(forward: Any) -> Any:
