@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
+#: Makes torch.compile not compile a code object by itself; `None` if torch has renamed it.
+_SKIP_CODE: Any = getattr(eval_frame, "skip_code", None)
 #: A cell of a closure without a value, which has no attribute `cell_contents`.
 _EMPTY = types.CellType()
 #: Packages whose decorators and attention functions occur in stock models.
@@ -109,15 +111,21 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
     return _copied(function, code, namespace, function.__closure__)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024 if _SKIP_CODE else 0)
 def _compiled_with_callers(code: types.CodeType, file: str) -> types.CodeType:
     """A copy of a code object that torch.compile puts into graphs of callers, but does not compile by itself.
 
     What it compiles from a function of one layer would also run for other layers, which have the same code object, but
-    the compiled code looks for its kernels in the globals of the function, which only that layer has.
+    the compiled code looks for its kernels in the globals of the function, which only that layer has. So do the
+    functions inside it. If torch does not have the setting, each function gets code of its own.
     """
-    copied = code.replace()
-    set_code_exec_strategy(copied, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    constants = [*code.co_consts]
+    for number, inside in enumerate(constants):
+        if isinstance(inside, types.CodeType):
+            constants[number] = _compiled_with_callers(inside, file)
+    copied = code.replace(co_consts=tuple(constants))
+    if _SKIP_CODE is not None:
+        _SKIP_CODE(copied)
     return copied
 
 
@@ -276,15 +284,6 @@ class PlacedForward(OfStack):
         self.encoding = encoding
         self.inner = inner
 
-    @property
-    def as_forward(self) -> Any:
-        """What the module has as its `forward`: this object, or its method `run`.
-
-        torch.compile knows methods by their code and other objects by their identity. So layers that are compiled alone
-        share their graphs if their attention has a method.
-        """
-        return getattr(self, "run", self)
-
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""
         if self.inner is not None:
@@ -313,6 +312,15 @@ class RetiredForward(PlacedForward):
 def place_of_forward(module: nn.Module) -> str:
     """The attribute that holds a module's forward, which is the one inside accelerate's hook for hooked modules."""
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def as_forward(placed: Any) -> Any:
+    """What a module has as its `forward`: a placed object, or its method `run`.
+
+    torch.compile knows methods by their code and other objects by their identity. So layers that are compiled alone
+    share their graphs if their attention has a method.
+    """
+    return getattr(placed, "run", placed) if isinstance(placed, PlacedForward) else placed
 
 
 def placed_forward(forward: Any) -> Any:

@@ -24,7 +24,7 @@ from hf_posenc.checkpoint.agreement import NamedSchemes
 from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.forwards import placed_forward
+from hf_posenc.patching.forwards import as_forward, placed_forward
 from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes.needs import Environment
@@ -92,7 +92,7 @@ def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
                 "run with the position encoding. Use another version of the engine."
             )
         site.follow(forward)
-        site.module.forward = site.as_forward
+        site.module.forward = as_forward(site)
     encoding = current_encoding(model)
     assert encoding is not None
     for stack in encoding.stacks.values():

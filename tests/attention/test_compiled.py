@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import (
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from tests.kits import decoding as kit
-from tests.matrix.running import gradients, tokens
+from tests.matrix.running import gradients, placed, tokens
+from tests.models import tiny
 from tests.thinning import mostly_slow
 
 from .block_sizes import set_sizes
@@ -173,16 +183,17 @@ def test_a_cache_that_grows_is_decoded_in_as_many_graphs_as_by_stock(scheme: str
     assert counter.frame_count <= STOCK_GRAPHS
 
 
-@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"rope", "fire", "string"}.__contains__))
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"alibi", "fire", "string"}.__contains__))
 def test_layers_that_are_compiled_alone_share_their_graphs(scheme: str) -> None:
-    model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=5), tokens(batch=1, length=12)
+    model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=5), tokens(length=12)
     counter, found = CompileCounterWithBackend("eager"), []
     for compiled in (True, False):
         for layer in model.model.layers:
             layer._compiled_call_impl = torch.compile(layer._call_impl, backend=counter) if compiled else None
-        torch.manual_seed(0)
-        found.append(model(ids, use_cache=False).logits)
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+        for mask in (kit.left_padding(12, 3), kit.left_padding(12, 5)):
+            torch.manual_seed(0)
+            found.append(model(ids, attention_mask=mask, use_cache=False).logits)
+    torch.testing.assert_close(found[:2], found[2:], atol=1e-5, rtol=1e-5)
     # The first layer computes what the others share.
     assert counter.frame_count <= 3
 
@@ -199,6 +210,47 @@ def test_a_graph_that_breaks_inside_attention_is_right_in_every_layer(monkeypatc
     for layer in model.model.layers:
         layer.compile(backend="eager")
     torch.testing.assert_close(model(ids, use_cache=False).logits, wanted)
+
+
+class FunctionInside(LlamaAttention):
+    """Its graph breaks."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
+        """As in Llama."""
+
+        def heads(values: Tensor) -> Tensor:
+            return values.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+        query, key, value = map(
+            heads, (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        torch._dynamo.graph_break()
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.flatten(2)), weights
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_function_inside_a_forward_whose_graph_breaks_is_compiled_for_each_model(order: int) -> None:
+    """Layers, and the stock model, have the same code object, but not the same globals."""
+    models = [model_of("llama_gqa", None, num_hidden_layers=3) for _ in range(2)]
+    for layer in (layer for model in models for layer in model.model.layers):
+        layer.self_attn.__class__ = FunctionInside
+    placed(models[1], SCHEMES["rope"])
+    calls = [functools.partial(model, tokens(batch=1, length=12), use_cache=False) for model in models][::order]
+    wanted = [call().logits for call in calls]
+    for model in models:
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    torch.testing.assert_close([call().logits for call in calls], wanted)
+
+
+@pytest.mark.parametrize("kind", ["FalconForCausalLM", "GPTNeoXJapaneseForCausalLM", "RoFormerForMaskedLM"])
+def test_modules_that_rotate_and_compute_their_scores_are_one_graph(kind: str) -> None:
+    model = placed(tiny(kind).eval(), SCHEMES["rope"])
+    wanted = model(tokens()).logits
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(tokens()).logits, wanted)
 
 
 @pytest.mark.slow

@@ -348,24 +348,25 @@ class ForwardState:
             key: the name of the value.
             compute: computes the value.
             *lengths: numbers of tokens that the value depends on too.
-            mask: the mask of the layer, if the value depends on it; layers with and without a window have different
-                masks. It is stored with the value, so that its id cannot be reused.
+            mask: the mask of the layer, if the value depends on it. It is stored with the value, so that its id cannot
+                be reused. A graph of one layer computes the value again: another call has another mask.
             everywhere: whether the value is one of the host. It is the same on all devices, and for layers that are
                 recomputed.
             part: a part whose weights the value follows from. What follows from those of one layer is computed again in
                 a graph, which would depend on the layer: layers that are compiled alone would not share theirs.
         """
         values = self.of_host if everywhere and not traced() else self.scratch
+        device = None if everywhere else self.device
+        if torch._C._is_any_autocast_enabled():
+            compute = functools.partial(_without_autocast, self.device or _CPU, compute)
+        of_call = mask is not None and not self.in_graph
+        if (of_call or (part is not None and part.of_one_layer)) and torch.compiler.is_compiling():
+            return compute()
         if mask is not None:
             values["mask", id(mask)] = mask
             counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
             key = (key, id(mask), mask._version if counts else 0)
-        device = None if everywhere else self.device
-        if torch._C._is_any_autocast_enabled():
-            compute = functools.partial(_without_autocast, self.device or _CPU, compute)
         if part is not None:
-            if part.of_one_layer and torch.compiler.is_compiling():
-                return compute()
             key = (key, id(part))
         if lengths and torch.compiler.is_compiling():
             return once_in_graph(self.scratch, (key, device), compute, *lengths)

@@ -13,21 +13,20 @@ from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHoo
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.interface_attention import Rebound, RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
-from hf_posenc.patching.call.runtime import PerThread, StackRuntime
-from hf_posenc.patching.forwards import functions_called, in_decorators, rebind, unknown_seam, view_of
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.forwards import functions_called, unknown_seam, view_of
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
 
 
-class ScoresAttention(AttentionSite):
+class ScoresAttention(Rebound, AttentionSite):
     """An attention module outside the attention interface; see `hf_posenc.attention.scores`.
 
     If the module calls a rotary function, queries and keys are mapped there, before the cache. Otherwise keys are
     mapped when the cache is updated, and queries when they are multiplied with the keys.
     """
 
-    run = Rebound.run
     #: These modules reshape cached keys to their original width.
     caches_wide_keys = False
 
@@ -38,7 +37,11 @@ class ScoresAttention(AttentionSite):
         self.bias_arguments = bias_arguments
         #: Parameters of the module that are zero for its forward: tables of relative biases that it looks up itself.
         self.zero_tables: list[str] = []
-        self.calls: PerThread[LayerCall] = PerThread()
+
+    def _rebind_forward(self) -> None:
+        rotary = functions_called(inspect.unwrap(self._decorated))
+        replaced = {name: RotaryReplacement(function, self) for name, function in rotary.items()}
+        self._forward = self._with_globals(replaced) if replaced else self._decorated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`."""
@@ -50,9 +53,8 @@ class ScoresAttention(AttentionSite):
             call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:
             call.state.cache_object = first_cache((*args, *kwargs.values()))
-        forward = inspect.unwrap(type(self.module).forward)
         if self.bias_arguments:
-            names = forward.__code__.co_varnames[1 : 1 + len(args)]
+            names = inspect.unwrap(self._decorated).__code__.co_varnames[1 : 1 + len(args)]
             args = tuple(self._silenced(name, value) for name, value in zip(names, args, strict=True))
             kwargs = {name: self._silenced(name, value) for name, value in kwargs.items()}
         seen: list[tuple[Tensor, Tensor]] = []
@@ -102,15 +104,13 @@ class ScoresAttention(AttentionSite):
             bias if adds_bias else None,
         )
         call.mode = mode
-        rotary = {name: RotaryReplacement(function, self) for name, function in functions_called(forward).items()}
-        function = in_decorators(type(self.module).forward, rebind(forward, rotary) if rotary else forward)
         cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
         calls = self.calls.of_this_thread()
         depth = len(calls)
         try:
             calls.append(call)
             with CacheUpdateHook(cache, self.update_cache, call), mode:
-                output = function(subject, *args, **kwargs)
+                output = self._forward(subject, *args, **kwargs)
         finally:
             del calls[depth:]
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):

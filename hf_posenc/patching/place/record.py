@@ -31,6 +31,7 @@ from hf_posenc.patching.anatomy.anatomy import config_paths
 from hf_posenc.patching.anatomy.weights import Sample
 from hf_posenc.patching.forwards import (
     PlacedForward,
+    as_forward,
     forward_on_instance,
     place_of_forward,
     placed_forward,
@@ -124,7 +125,7 @@ class Journal:
         """Gives a module a forward, and records the one that was set on the instance before, or `None`."""
         place = place_of_forward(module)
         self.changes.append(_Change(module, place, before is not None, before, "forward", ours=value))
-        module.__dict__[place] = _as_forward(value)
+        module.__dict__[place] = as_forward(value)
 
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
@@ -196,16 +197,12 @@ def _restore_forward(change: _Change) -> None:
         ours.retire()
     stock = types.MethodType(type(change.target).forward, change.target)
     if placed_forward(attributes.get("_old_forward")) is ours:
-        attributes["_old_forward"] = stock if before is None else _as_forward(before)
+        attributes["_old_forward"] = stock if before is None else as_forward(before)
     elif placed_forward(attributes.get("forward")) is ours:
         if before is None:
             del attributes["forward"]
         else:
-            attributes["forward"] = _as_forward(before)
-
-
-def _as_forward(value: Any) -> Any:
-    return value.as_forward if isinstance(value, PlacedForward) else value
+            attributes["forward"] = as_forward(before)
 
 
 class SchemeRecord:
