@@ -84,8 +84,8 @@ class ScoresMode(TorchFunctionMode):
         self.factor: Factor = 1.0
         self.query_factor: Factor = 1.0
         self.key_factor: Factor = 1.0
-        #: The tensors that were multiplied with one number before the product, by id, and that number.
-        self._scaled: dict[int, tuple[Tensor, Factor]] = {}
+        #: The tensors that were multiplied with one number before the product, and that number.
+        self._scaled: list[tuple[Tensor, Factor]] = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -162,16 +162,19 @@ class ScoresMode(TorchFunctionMode):
             return
         factor = self._factor_of(args[0])
         if func in _RESHAPES:
-            if id(args[0]) in self._scaled:
-                self._scaled[id(result)] = (result, factor)
+            self._scaled.append((result, factor))
         elif len(args) > 1 and _is_number(args[1]):
             if func in _MULTIPLICATIONS:
-                self._scaled[id(result)] = (result, factor * args[1])
+                self._scaled.append((result, factor * args[1]))
             elif func in _DIVISIONS:
-                self._scaled[id(result)] = (result, factor / args[1])
+                self._scaled.append((result, factor / args[1]))
 
     def _factor_of(self, tensor: Tensor) -> Factor:
-        return self._scaled[id(tensor)][1] if id(tensor) in self._scaled else 1.0
+        # Not by id, which older versions of torch cannot trace.
+        for known, factor in reversed(self._scaled):
+            if known is tensor:
+                return factor
+        return 1.0
 
     def _follow(self, func: Any, given: tuple[Any, ...], result: Any) -> None:
         """Records the scores after a torch function, and the factor if it is a multiplication or division."""

@@ -433,6 +433,16 @@ def once_in_graph(memo: dict[Hashable, Any], name: Hashable, compute: Callable[[
     return computed
 
 
+def number_in_graph(memo: dict[Hashable, Any], source: object) -> int:
+    """A number of an object in a compiled graph. Older versions of torch cannot trace the id of a tensor."""
+    numbered = memo.setdefault("numbered", [])
+    for number, known in enumerate(numbered):
+        if known is source:
+            return number
+    numbered.append(source)
+    return len(numbered) - 1
+
+
 def _same(known: Any, source: Any) -> bool:
     if isinstance(known, Tensor) or isinstance(source, Tensor):
         return known is source

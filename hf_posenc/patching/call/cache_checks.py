@@ -252,7 +252,7 @@ def vectors(
             the state, as they are.
     """
     check_cache(additive, state)
-    given = (positions or state.positions)()
+    given = (state.positions if positions is None else positions)()
     if positions is not None:
         refuse_negative(state, given.ids, additive.offset)
     with without_autocast(given.ids.device):

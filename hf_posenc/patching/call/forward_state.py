@@ -25,6 +25,7 @@ from hf_posenc.schemes.weights import (
     likeness,
     may_be_joined,
     modules_of,
+    number_in_graph,
     once_in_graph,
     requires_grad,
     traced,
@@ -348,29 +349,28 @@ class ForwardState:
             key: the name of the value.
             compute: computes the value.
             *lengths: numbers of tokens that the value depends on too.
-            mask: the mask of the layer, if the value depends on it. It is stored with the value, so that its id cannot
-                be reused. A graph of one layer computes the value again: another call has another mask.
-            everywhere: whether the value is one of the host. It is the same on all devices, and for layers that are
-                recomputed.
+            mask: that of the layer, if the value depends on it. A graph of one layer computes the value in every call.
+            everywhere: whether the value is one of the host, the same on all devices and for recomputed layers.
             part: a part whose weights the value follows from. What follows from those of one layer is computed again in
                 a graph, which would depend on the layer: layers that are compiled alone would not share theirs.
         """
-        values = self.of_host if everywhere and not traced() else self.scratch
-        device = None if everywhere else self.device
+        of_host, compiling = everywhere and not traced(), torch.compiler.is_compiling()
+        values, device = self.of_host if of_host else self.scratch, None if everywhere else self.device
         if torch._C._is_any_autocast_enabled():
             compute = functools.partial(_without_autocast, self.device or _CPU, compute)
         of_call = mask is not None and not self.in_graph
-        if (of_call or (part is not None and part.of_one_layer)) and torch.compiler.is_compiling():
+        if compiling and (of_call or (part is not None and part.of_one_layer)):
             return compute()
-        if mask is not None:
-            values["mask", id(mask)] = mask
+        if mask is not None and compiling:
+            key = (key, number_in_graph(self.scratch, mask))
+        elif mask is not None:
+            values["mask", id(mask)] = mask  # So that its id cannot be reused.
             counts = isinstance(mask, Tensor) and not traced() and not mask.is_inference()
             key = (key, id(mask), mask._version if counts else 0)
-        if part is not None:
-            key = (key, id(part))
-        if lengths and torch.compiler.is_compiling():
+        key = (key, None if part is None else id(part))
+        if compiling and lengths:
             return once_in_graph(self.scratch, (key, device), compute, *lengths)
-        if values is self.of_host:
+        if of_host:
             key = (key, *lengths)
             values[key] = values[key] if key in values else compute()
             return cast("Value", values[key])

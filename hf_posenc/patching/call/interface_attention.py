@@ -50,6 +50,7 @@ from hf_posenc.patching.forwards import (
     unknown_seam,
     written_in,
 )
+from hf_posenc.schemes.weights import number_in_graph
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.encoding import LayerEncoding
@@ -325,7 +326,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         if torch.compiler.is_compiling():
             # Tensors and functions cannot be compared in a graph.
             options = [item for item in kwargs.items() if not isinstance(item[1], Tensor)]
-            return implementation, id(mask), options, causal, self.native_bias, *settings
+            number = number_in_graph(call.state.scratch, mask)
+            return implementation, number, options, causal, self.native_bias, *settings
         written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
         compared = dict(kwargs)
         if self.native_bias == "dropped":
