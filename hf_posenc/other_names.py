@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hf_posenc.errors import close_names
+from hf_posenc.errors import close_names, did_you_mean
 
 _SCHEMES = {
     "no_pe": ("none",),
@@ -52,6 +52,10 @@ _SCHEMES = {
     "scalable_softmax": ("ssmax",),
     "stock": ("native",),
 }
+#: Words that may follow the name of a scheme, as in "t5_bias".
+_FOLLOWING = {"attention", "bias", "embedding", "embeddings", "encoding", "pe", "position", "positional", "positions"}
+#: Other names of options, where a scheme has the option.
+_OPTIONS = {"base": "theta", "theta": "base", "max_position_embeddings": "num_positions"}
 _ORIGINAL = "factor", "original_max_positions"
 #: Scalings of "rope" by their common names: type and options.
 _SCALINGS = {
@@ -87,7 +91,9 @@ _ARGUMENTS = {
 
 
 def hint_for_option(name: str, options: Collection[str] = ()) -> str:
-    """Returns a hint if a name that no scheme option has is closest to an argument; otherwise an empty text."""
+    """Returns a hint if a name that no option has is another name of one, or closest to an argument; otherwise ""."""
+    if (option := _OPTIONS.get(name)) in options:
+        return f"Did you mean {option!r}?"
     for close in close_names(name.replace("-", "_"), [*_ARGUMENTS, *options], cutoff=0.8)[:1]:
         if close not in options:
             asked = f"Did you mean {close!r}? " if close != name else ""
@@ -95,16 +101,21 @@ def hint_for_option(name: str, options: Collection[str] = ()) -> str:
     return ""
 
 
-def hint_for(name: str) -> str:
-    """Returns a hint for a common name that is not the name of a scheme, or an empty string."""
+def hint_for(name: str, schemes: Collection[str] = ()) -> str:
+    """Returns a hint for a common name that is not one of the schemes, or an empty string."""
     word = name.lower().replace("-", "_").replace(" ", "_")
+    stem = "_".join(part for part in word.split("_") if part not in _FOLLOWING)
     if word == "drope":
         return "It is a training recipe, not a scheme: hf_posenc.recipes.drope(total_steps)."
     if word in _SCALINGS:
         kind, *options = _SCALINGS[word]
         given = "".join(f', "{option}": ...' for option in options)
         # It is written in the same way in Python, on the command line and in a settings file.
-        return f'It is a scaling of \'rope\', whose option is scaling={{"type": "{kind}"{given}}}.'
-    if word in _SCHEMES:
-        return f"Did you mean {' or '.join(repr(scheme) for scheme in _SCHEMES[word])}?"
+        option = f'scaling={{"type": "{kind}"{given}}}'
+        return f"It is an option of 'native' (for a trained model with RoPE) and of 'rope': {option}."
+    for candidate in (word, stem):
+        if candidate in _SCHEMES:
+            return did_you_mean(_SCHEMES[candidate])
+        if candidate in schemes:
+            return did_you_mean([candidate])
     return ""
