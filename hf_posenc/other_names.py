@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection
 
 from hf_posenc.errors import close_names, did_you_mean
@@ -113,6 +115,9 @@ def hint_for(name: str, schemes: Collection[str] = ()) -> str:
         # It is written in the same way in Python, on the command line and in a settings file.
         option = f'scaling={{"type": "{kind}"{given}}}'
         return f"It is an option of 'native' (for a trained model with RoPE) and of 'rope': {option}."
+    several = [part.strip("_") for part in re.split(r"[+,]", word)]
+    if len(several) > 1 and all(part in schemes for part in several):
+        return f"Several schemes at once are a list: {json.dumps(several)}."
     for candidate in (word, stem):
         if candidate in _SCHEMES:
             return did_you_mean(_SCHEMES[candidate])

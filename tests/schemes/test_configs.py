@@ -59,6 +59,7 @@ def test_the_smallest_base_is_finite_at_every_position():
         ("rnope", "Did you mean 'interleaved'?"),
         ("relative", "Did you mean 'shaw' or 't5'"),
         ("t5_bias", "Did you mean 't5'?"),
+        ("alibi + rope", 'Several schemes at once are a list: ["alibi", "rope"].'),
         ("Rotary-Position-Embedding", "Did you mean 'rope'?"),
         ("yarn", """'native' (for a trained model with RoPE) and of 'rope': scaling={"type": "yarn", "factor": ..."""),
         ("pi", 'scaling={"type": "linear", "factor": ...}'),
