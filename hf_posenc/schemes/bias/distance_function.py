@@ -185,5 +185,6 @@ def _field(parameter: inspect.Parameter) -> Any:
     if isinstance(default, LearnedPerHead):
         default, kind = default.initial, float
     if kind is parameter.empty:
-        kind = Any if default is parameter.empty else type(default)
+        value = default.default if isinstance(default, dataclasses.Field) else default
+        kind = Any if value is parameter.empty else type(value)
     return (parameter.name, kind) if default is parameter.empty else (parameter.name, kind, default)
