@@ -108,9 +108,8 @@ def measure_schemes(
 
     Args:
         model: any transformers model, patched or not.
-        schemes: names or configs, or one of them, newly initialised unless a scheme takes over native weights;
-            `"native"` is the stock model itself. A scheme that is named twice is measured once. `None` measures the
-            model as it is.
+        schemes: one or several names or configs, newly initialised unless a scheme takes over native weights;
+            `"native"` is the stock model itself. Twice the same is measured once. `None` measures the model as it is.
         measure: gets the model and returns the records; their subject is filled in.
         seed: seed of newly created scheme weights.
 

@@ -414,7 +414,7 @@ def warn_if_rotation_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
         known = " and ".join(f"{value:g}" for value in sorted(others))
         keep = f"pass theta={max(others):g} to keep its base (swap_scheme does so)"
         if config.name != name:
-            native = "use 'native' in its place or " if name == "rope" else ""
+            native = "use 'native' in its place or " * (name == "rope")
             keep = f"{native}give it theta={max(others):g} to keep its base"
         if len(others | kept) > 1:
             keep = "give each layer a scheme with its base (ScheduleConfig; LocalGlobalConfig for layers with a window)"

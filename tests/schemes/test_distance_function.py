@@ -29,7 +29,7 @@ def registry_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_name_is_the_config_of_the_scheme() -> None:
     @distance_bias(causal_only="steep sees the past only.")
-    def steep(distance: Tensor, strength: float, times=option(2, minimum=1)):
+    def steep(distance: Tensor, strength: float, times=option(2, minimum=1)):  # noqa: B008
         return strength * times * distance
 
     assert registry.get_scheme("steep") is steep

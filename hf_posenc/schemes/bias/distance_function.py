@@ -185,6 +185,5 @@ def _field(parameter: inspect.Parameter) -> Any:
     if isinstance(default, LearnedPerHead):
         default, kind = default.initial, float
     if kind is parameter.empty:
-        value = default.default if isinstance(default, dataclasses.Field) else default
-        kind = Any if value is parameter.empty else type(value)
+        kind = Any if default is parameter.empty else type(getattr(default, "default", default))
     return (parameter.name, kind) if default is parameter.empty else (parameter.name, kind, default)
