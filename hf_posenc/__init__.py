@@ -1,5 +1,8 @@
 """Replace the position encoding of any Hugging Face transformers model, exactly and reversibly.
 
+    hf_posenc.patch_model(model, "alibi")  # help(hf_posenc.patch_model); hf_posenc.list_schemes() names all
+    hf_posenc.unpatch_model(model)
+
 Importing this package also enables `from_pretrained` to load checkpoints of patched models. Everything else is imported
 on first use.
 """

@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 
-from hf_posenc.errors import close_names
+from hf_posenc.errors import close_names, did_you_mean
 
-_SCHEMES = {
-    "no_pe": ("none",),
-    "nope": ("none",),
-    "cable": ("forget_gate",),
-    "fox": ("forget_gate",),
-    "context_repositioning": ("repo",),
-    "grape_a": ("grape",),
-    "sel_rope": ("selective_rope",),
-    "forgetting": ("forget_gate",),
-    "transformerxl": ("transformer_xl",),
-    "txl": ("transformer_xl",),
-    "ricker": ("wavelet",),
-    "wave": ("wavelet",),
-    "irope": ("interleaved",),
-    "nrope": ("interleaved",),
-    "rnope": ("interleaved",),
-    "rnope_swa": ("local_global",),
-    "bipe": ("hierarchical",),
-    "streaming_llm": ("attention_sinks",),
-    "sinks": ("attention_sinks",),
-    "chunkllama": ("dual_chunk",),
-    "dca": ("dual_chunk",),
-    "lerope": ("learned_rope",),
-    "untied": ("tupe",),
-    "deberta": ("disentangled",),
-    "disentangled_attention": ("disentangled",),
-    "absolute": ("learned", "sinusoidal"),
-    "ape": ("learned", "sinusoidal"),
-    "gpt": ("learned",),
-    "wpe": ("learned",),
-    "relative": ("shaw", "t5", "transformer_xl"),
-    "rpe": ("shaw", "t5", "transformer_xl"),
-    "rotary": ("rope",),
-    "axial": ("rope_nd",),
-    "golden_gate": ("rope_nd",),
-    "beit": ("swin",),
-    "continuous": ("log_cpb",),
-    "cpb": ("log_cpb",),
-    "swin_v2": ("log_cpb",),
-    "swinv2": ("log_cpb",),
-    "croma": ("alibi",),
-    "mhrope": ("mrope",),
-    "mrope_i": ("mrope",),
-    "scalable_softmax": ("ssmax",),
-    "stock": ("native",),
+#: Schemes, and other words for them.
+_SCHEMES_OF_WORDS = {
+    "none": "no_pe nope",
+    "forget_gate": "cable fox forgetting",
+    "repo": "context_repositioning",
+    "grape": "grape_a",
+    "selective_rope": "sel_rope",
+    "transformer_xl": "transformerxl txl",
+    "wavelet": "ricker wave",
+    "interleaved": "irope nrope rnope",
+    "local_global": "rnope_swa",
+    "hierarchical": "bipe",
+    "attention_sinks": "streaming_llm sinks",
+    "dual_chunk": "chunkllama dca",
+    "learned_rope": "lerope",
+    "tupe": "untied",
+    "disentangled": "deberta",
+    "learned sinusoidal": "absolute ape",
+    "learned": "gpt wpe",
+    "shaw t5 transformer_xl": "relative rpe",
+    "rope": "rotary",
+    "rope_nd": "axial golden_gate",
+    "swin": "beit",
+    "log_cpb": "continuous cpb swin_v2 swinv2",
+    "alibi": "croma",
+    "mrope": "mhrope mrope_i",
+    "ssmax": "scalable_softmax",
+    "native": "stock",
 }
+_SCHEMES = {word: names.split() for names, words in _SCHEMES_OF_WORDS.items() for word in words.split()}
+#: Words that may follow the name of a scheme, as in "t5_bias".
+_FOLLOWING = {"attention", "bias", "embedding", "embeddings", "encoding", "pe", "position", "positional", "positions"}
+#: Other names of options, where a scheme has the option.
+_OPTIONS = {"base": "theta", "theta": "base", "max_position_embeddings": "num_positions"}
 _ORIGINAL = "factor", "original_max_positions"
 #: Scalings of "rope" by their common names: type and options.
 _SCALINGS = {
@@ -87,7 +76,9 @@ _ARGUMENTS = {
 
 
 def hint_for_option(name: str, options: Collection[str] = ()) -> str:
-    """Returns a hint if a name that no scheme option has is closest to an argument; otherwise an empty text."""
+    """Returns a hint if a name that no option has is another name of one, or closest to an argument; otherwise ""."""
+    if (option := _OPTIONS.get(name)) in options:
+        return f"Did you mean {option!r}?"
     for close in close_names(name.replace("-", "_"), [*_ARGUMENTS, *options], cutoff=0.8)[:1]:
         if close not in options:
             asked = f"Did you mean {close!r}? " if close != name else ""
@@ -95,16 +86,18 @@ def hint_for_option(name: str, options: Collection[str] = ()) -> str:
     return ""
 
 
-def hint_for(name: str) -> str:
-    """Returns a hint for a common name that is not the name of a scheme, or an empty string."""
+def hint_for(name: str, schemes: Collection[str] = ()) -> str:
+    """Returns a hint for a common name that is not one of the schemes, or an empty string."""
     word = name.lower().replace("-", "_").replace(" ", "_")
+    stem = "_".join(part for part in word.split("_") if part not in _FOLLOWING)
     if word == "drope":
         return "It is a training recipe, not a scheme: hf_posenc.recipes.drope(total_steps)."
     if word in _SCALINGS:
         kind, *options = _SCALINGS[word]
         given = "".join(f', "{option}": ...' for option in options)
-        # It is written in the same way in Python, on the command line and in a settings file.
-        return f'It is a scaling of \'rope\', whose option is scaling={{"type": "{kind}"{given}}}.'
-    if word in _SCHEMES:
-        return f"Did you mean {' or '.join(repr(scheme) for scheme in _SCHEMES[word])}?"
-    return ""
+        option = f'scaling={{"type": "{kind}"{given}}}'  # the same in Python, in a shell and in a settings file
+        return f"It is an option of 'native' (for a trained model with RoPE) and of 'rope': {option}."
+    several = [part.strip("_") for part in word.replace("+", ",").split(",")]
+    if len(several) > 1 and all(part in schemes for part in several):
+        return f"Several schemes at once are a list: {json.dumps(several)}."
+    return did_you_mean(_SCHEMES.get(word) or _SCHEMES.get(stem) or [stem] * (stem in schemes))

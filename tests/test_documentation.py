@@ -91,6 +91,13 @@ def test_the_code_of_the_adapters_page_runs() -> None:
     assert sum(path.stat().st_size for path in Path("scheme").iterdir()) < 16_000
 
 
+def test_the_dog_test_of_the_page_on_evaluations_runs() -> None:
+    tokenizer = word_tokenizer(["[UNK]", "The", "dog", "chased", "another"])
+    scope = {"model": tiny("BertModel", vocab_size=16), "tokenizer": tokenizer}
+    run("docs/how_to/evaluations.md", scope, section="The dog test")
+    assert [record.passed for record in scope["result"].of(quantity="told_apart")] == [True, False, True]
+
+
 def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
     model = small_llama().eval()
     scope = run("docs/explanation/architecture.md", {"model": model})

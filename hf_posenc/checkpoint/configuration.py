@@ -140,7 +140,7 @@ def built_scheme(scheme: dict[str, Any], source: Any, file: str) -> SchemeConfig
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"The scheme in the {file} of {source} cannot be built: {error} If a newer hf_posenc wrote the file, "
-            "update hf_posenc."
+            "update hf_posenc. If the scheme is not one of hf_posenc, the README.md of the folder names the module."
         ) from error
 
 

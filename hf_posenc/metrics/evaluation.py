@@ -108,8 +108,8 @@ def measure_schemes(
 
     Args:
         model: any transformers model, patched or not.
-        schemes: names or configs, newly initialised unless a scheme takes over native weights; `"native"` is the stock
-            model itself. A scheme that is named twice is measured once. `None` measures the model as it is.
+        schemes: one or several names or configs, newly initialised unless a scheme takes over native weights;
+            `"native"` is the stock model itself. Twice the same is measured once. `None` measures the model as it is.
         measure: gets the model and returns the records; their subject is filled in.
         seed: seed of newly created scheme weights.
 
@@ -120,7 +120,8 @@ def measure_schemes(
         UnknownNameError: for an unknown scheme, before the model is changed.
         ValueError: if a scheme given by name needs options.
     """
-    wanted = dict.fromkeys(None if scheme == NATIVE else as_scheme(scheme) for scheme in schemes or ())
+    named = [schemes] if isinstance(schemes, str | SchemeConfig) else schemes or ()
+    wanted = dict.fromkeys(None if scheme == NATIVE else as_scheme(scheme) for scheme in named)
     with isolated_rng(seed):
         if schemes is None:
             return joined([_measured(model, subject_in_force(model), measure)])

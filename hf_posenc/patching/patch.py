@@ -413,11 +413,14 @@ def warn_if_rotation_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
     for (name, theta), others in sorted((changed, others) for changed, others in bases.items() if others):
         known = " and ".join(f"{value:g}" for value in sorted(others))
         keep = f"pass theta={max(others):g} to keep its base (swap_scheme does so)"
+        if config.name != name:
+            native = "use 'native' in its place or " * (name == "rope")
+            keep = f"{native}give it theta={max(others):g} to keep its base"
         if len(others | kept) > 1:
             keep = "give each layer a scheme with its base (ScheduleConfig; LocalGlobalConfig for layers with a window)"
         warn_user(
             f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}"
-            f"{' in some layers' * bool(kept)}. For a trained model, {keep}, or pass theta={theta:g} if the change is "
+            f"{' in some layers' * bool(kept)}. For a trained model, {keep}, or theta={theta:g} if the change is "
             "intended."
         )
     for name, kinds in sorted((name, kinds) for name, kinds in scalings.items() if kinds):

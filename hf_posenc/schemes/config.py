@@ -214,7 +214,7 @@ class SchemeConfig:
         if self.merges_children:
             return self.merge([child.build(context) for child in self.children().values()])
         if self.part_class is None:
-            raise NotImplementedError
+            raise NotImplementedError(f"{type(self).__name__} has neither `part_class` nor a method `build`.")
         if self.causal_only and not context.causal:
             raise UnsupportedError(self.causal_only)
         return SchemeParts.of(self.part_class(self, context))

@@ -88,7 +88,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     except KeyError:
         remedy = "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
         raise UnknownNameError(
-            "scheme", str(name), known, hint=hint_for(str(name)), listing="`hf-posenc schemes`", remedy=remedy
+            "scheme", str(name), known, hint=hint_for(str(name), known), listing="`hf-posenc schemes`", remedy=remedy
         ) from None
 
 

@@ -182,13 +182,14 @@ LARGEST_FREQUENCY = 1e18
 
 
 def option(default: Any, check: Callable[..., None] | None = None, **limits: Any) -> Any:
-    """A field of a config whose value is checked when a config is constructed.
+    """A field of a config, or a parameter of a `distance_bias`, whose value is checked: `option(128, minimum=0)`.
 
     Args:
         default: of the field. A class is called for the default of each config.
         check: called with the config, the name of the field and the limits, unless the value is `None` and the field
             allows this. By default, the check for the declared type, as in `check_options`.
-        **limits: arguments of the check.
+        **limits: arguments of the check. By default: `minimum` and `maximum` of a number, `above` (exclusive) of a
+            `float`, `even` (the reason) of an `int`, `choices` of a `str`.
     """
     made = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return dataclasses.field(**made, metadata=checked(check, **limits))

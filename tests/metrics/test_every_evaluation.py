@@ -114,6 +114,11 @@ def test_a_scheme_is_measured_alone_as_in_company_and_one_that_is_refused_is_a_r
     assert Result.from_dict(json.loads(json.dumps(together.to_dict(), allow_nan=False))) == together
 
 
+def test_a_single_scheme_needs_no_list(name: str, folders: dict[str, str]) -> None:
+    folder = folders.get(ROWS[name][0])
+    assert evaluated(name, folder, "alibi") == evaluated(name, folder, ["alibi"])
+
+
 def test_an_unknown_scheme_is_refused_before_anything_is_measured(name: str, folders: dict[str, str]) -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'alibi'"):
         evaluated(name, folders.get(ROWS[name][0]), ["none", "alibbi"])

@@ -328,7 +328,7 @@ def test_an_option_that_could_not_be_saved_is_refused_by_a_patch(option_: Any, m
 
 @pytest.mark.parametrize(
     ("part", "shape"),
-    [("ssmax", "(batch or 1, heads or 1, length)"), ("fire", "(batch or 1, heads, query_len, key_len)")],
+    [("ssmax", "(batch or 1, heads or 1, length)"), ("fire", "(batch or 1, 4 heads, query_len, key_len)")],
 )
 def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
     model = patched("llama_gqa", ["rope", part])
@@ -339,6 +339,17 @@ def test_values_with_too_few_axes_are_refused(part: str, shape: str) -> None:
     # As many rows and tokens as heads, which torch would broadcast.
     with pytest.raises(ValueError, match=rf"^Own returned the shape \(.*; expected {re.escape(shape)}\.$"):
         model(tokens(4, 4))
+
+
+def test_a_bias_of_pairs_with_one_head_is_refused_and_a_config_that_builds_nothing() -> None:
+    model = patched("llama_gqa", "fire")
+    bias = model.position_encoding.stacks["model"].layers[0].logit_bias
+    kind = type(bias)
+    bias.__class__ = type("Own", (kind,), {"forward": lambda self, pairs: kind.forward(self, pairs)[:, :1]})
+    with pytest.raises(ValueError, match=r"^Own returned the shape \(1, 1, .*; expected \(batch or 1, 4 heads, "):
+        model(tokens(4, 4))
+    with pytest.raises(NotImplementedError, match="Empty has neither `part_class` nor a method `build`"):
+        type("Empty", (SchemeConfig,), {"name": "empty"})().build(BuildContext(16, 2, 8))
 
 
 def test_a_method_that_is_set_on_a_part_is_refused() -> None:

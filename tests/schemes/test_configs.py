@@ -58,7 +58,10 @@ def test_the_smallest_base_is_finite_at_every_position():
         ("NoPE", "Did you mean 'none'?"),
         ("rnope", "Did you mean 'interleaved'?"),
         ("relative", "Did you mean 'shaw' or 't5'"),
-        ("yarn", 'scaling={"type": "yarn", "factor": ..., "original_max_positions": ...}'),
+        ("t5_bias", "Did you mean 't5'?"),
+        ("alibi + rope", 'Several schemes at once are a list: ["alibi", "rope"].'),
+        ("Rotary-Position-Embedding", "Did you mean 'rope'?"),
+        ("yarn", """'native' (for a trained model with RoPE) and of 'rope': scaling={"type": "yarn", "factor": ..."""),
         ("pi", 'scaling={"type": "linear", "factor": ...}'),
         ("drope", "hf_posenc.recipes.drope(total_steps)"),
     ],
@@ -68,6 +71,12 @@ def test_words_of_the_field_lead_to_the_scheme(word, hint):
         get_scheme(word)
     assert f"Unknown scheme '{word}'. " in str(caught.value)
     assert hint in str(caught.value)
+
+
+def test_another_name_of_an_option_leads_to_the_option():
+    for scheme, option, meant in (("rope", "base", "theta"), ("learned", "max_position_embeddings", "num_positions")):
+        with pytest.raises(UnknownNameError, match=f"Unknown option '{option}' .* Did you mean '{meant}'"):
+            as_scheme(scheme, **{option: 100})
 
 
 def test_a_misspelt_argument_of_patch_model_leads_to_the_argument():

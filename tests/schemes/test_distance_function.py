@@ -13,7 +13,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import CheckpointError, SequenceLengthError, distance_bias, learned_per_head, patch_model
+from hf_posenc import CheckpointError, SequenceLengthError, distance_bias, learned_per_head, option, patch_model
 from hf_posenc.schemes import BuildContext, registry
 from hf_posenc.schemes.bias.distance_function import config_of_function
 from tests.fresh import printed, run_fresh
@@ -29,7 +29,7 @@ def registry_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_name_is_the_config_of_the_scheme() -> None:
     @distance_bias(causal_only="steep sees the past only.")
-    def steep(distance: Tensor, strength: float, times=2):
+    def steep(distance: Tensor, strength: float, times=option(2, minimum=1)):  # noqa: B008
         return strength * times * distance
 
     assert registry.get_scheme("steep") is steep
@@ -39,6 +39,8 @@ def test_the_name_is_the_config_of_the_scheme() -> None:
         registry.as_scheme("steep")
     with pytest.raises(ValueError, match="expected an integer"):
         steep(1.0, times=0.5)
+    with pytest.raises(ValueError, match="at least 1"):
+        steep(1.0, times=0)
     for number in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"strength is .*; expected a finite number"):
             steep(number)

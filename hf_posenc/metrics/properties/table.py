@@ -83,7 +83,7 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Res
     """Measures every property of every scheme, in the standard setting (`build_specimen`).
 
     Args:
-        schemes: names or configs; `None` for all registered schemes.
+        schemes: names or configs, or one of them; `None` for all registered schemes.
 
     Returns:
         One subject per scheme, or two if the scheme differs between causal and bidirectional models (`specimen_forms`),
@@ -94,7 +94,8 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Res
         UnknownNameError: for an unknown scheme, before anything is measured.
         ValueError: if a scheme given by name needs options.
     """
-    configs = list_schemes() if schemes is None else [as_scheme(scheme) for scheme in schemes]
+    named = [schemes] if isinstance(schemes, str | SchemeConfig) else schemes
+    configs = list_schemes() if named is None else [as_scheme(scheme) for scheme in named]
     subjects, records = joined(part for config in configs for part in _measured(config))
     return Result(
         task="properties",

@@ -157,7 +157,7 @@ class PairwiseSite(LogitSite):
 
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, site: PairwiseSite) -> BiasForm:
-    bias, key_length = state.replica(part), pairs.key.shape[-2]
+    bias, heads, key_length = state.replica(part), pairs.query.shape[1], pairs.key.shape[-2]
     if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
             terms = bias.key_terms(pairs)
@@ -186,9 +186,9 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs, 
         # The bias is float32 in every model. Autocast would compute it in lower precision.
         with without_autocast(chosen.query.device):
             result: Tensor = bias(chosen)
-        if result.ndim != 4:
-            raise wrong_shape(bias, result, "(batch or 1, heads, query_len, key_len)")
-        check_heads(result.shape[1], pairs.query.shape[1])
+        if result.ndim != 4 or result.shape[1] == 1 != heads:
+            raise wrong_shape(bias, result, f"(batch or 1, {heads} heads, query_len, key_len)")
+        check_heads(result.shape[1], heads)
         return result if result.shape[-1] == key_count else result[..., :key_count]
 
     other = None

@@ -277,7 +277,7 @@ def _one_additive(added_by: dict[SchemeConfig, AdditiveEncoding | None]) -> Addi
             f"The layers have different schemes ({', '.join(config.name for config in added_by)}), but {added} adds "
             "vectors to the embeddings, which happens once, before the first layer. To use it, leave out layers=. "
             "Rotations and biases may differ between layers: combine each with the additive scheme (ComposedConfig). "
-            "If the other layers have it, elsewhere='none' removes it."
+            "If only the layers outside of layers= have it, pass elsewhere='none'."
         )
     return next(iter(added_by.values()), None)
 

@@ -185,5 +185,5 @@ def _field(parameter: inspect.Parameter) -> Any:
     if isinstance(default, LearnedPerHead):
         default, kind = default.initial, float
     if kind is parameter.empty:
-        kind = Any if default is parameter.empty else type(default)
+        kind = Any if default is parameter.empty else type(getattr(default, "default", default))
     return (parameter.name, kind) if default is parameter.empty else (parameter.name, kind, default)
