@@ -28,7 +28,7 @@ from hf_posenc.patching.anatomy.formulas import (
     spectra_of,
 )
 from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
-from hf_posenc.patching.anatomy.short_runs import has_other_code, run_briefly
+from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.anatomy.verification import verify_native
 from hf_posenc.patching.forwards import rebind
@@ -123,7 +123,7 @@ def find_native_scheme(trial: Transaction, stacks: list[Stack]) -> SchemeConfig:
         )
     declared = any(stack.architecture.native or stack.layout.has_axes or stack.mechanism for stack in stacks)
     looked_up = any(looks_phases_up(rotary.module) for stack in stacks for rotary in stack.rotaries)
-    if trial.anatomy.is_runnable and (declared or looked_up or any(has_other_code(stack.module) for stack in stacks)):
+    if trial.anatomy.is_runnable and (declared or looked_up or any(stack.has_other_code for stack in stacks)):
         # Phases and tables were compared by value, but a declaration depends only on the name of the architecture,
         # and somebody's own code may use a table in another way.
         verify_native(trial, schemes[0], stacks)

@@ -1,0 +1,119 @@
+"""Model classes that share only `PreTrainedModel` with transformers, in shapes that other packages give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_posenc import UnsupportedError, inspect_model, patch_model
+from tests.matrix.running import tokens
+
+WIDTH, HEADS, WORDS = 32, 4, 96
+
+
+class Config(PreTrainedConfig):
+    model_type = "outsider"
+
+    def __init__(self, shape: str = "", **options: Any) -> None:
+        self.shape, self.hidden_size, self.num_attention_heads, self.vocab_size = shape, WIDTH, HEADS, WORDS
+        super().__init__(**options)
+
+
+class SelfAttention(nn.Module):
+    """Computes its scores. In the shape "packed", the rows of a batch are one, and it has a bias of its own."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.num_attention_heads, self.shape = HEADS, config.shape
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, rows: int = 1) -> Tensor:
+        shape = (rows if self.shape == "packed" else len(hidden_states), -1, HEADS, WIDTH // HEADS)
+        project = (self.query, self.key, self.value)
+        query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in project)
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        if self.shape == "packed":
+            places = torch.arange(scores.shape[-1])
+            scores = scores - (places - places.unsqueeze(1)).abs()
+        if self.shape == "masked":
+            assert attention_mask is not None
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask[:, None, None] == 0, torch.finfo(scores.dtype).min)
+        return (scores.softmax(-1) @ value).transpose(1, 2).reshape(hidden_states.shape)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention, self.norm = SelfAttention(config), nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        return self.norm(hidden_states + self.attention(hidden_states, **options))
+
+
+class OutsideModel(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([Layer(config) for _ in range(2)])
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        hidden_states = self.words(input_ids)
+        if self.config.shape == "packed":
+            hidden_states = hidden_states.flatten(0, 1)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=attention_mask, rows=len(input_ids))
+        return BaseModelOutput(last_hidden_state=hidden_states.view(*input_ids.shape, -1))
+
+
+class WithUnusedCache(OutsideModel):
+    """Looks causal, and is not."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None
+    ) -> BaseModelOutput:
+        return super().forward(input_ids, attention_mask)
+
+
+def outsider(shape: str = "", kind: type[OutsideModel] = OutsideModel) -> Any:
+    torch.manual_seed(0)
+    model = kind(Config(shape)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@torch.no_grad()
+def test_a_model_without_a_cache_is_bidirectional() -> None:
+    """The buckets of T5's bias know it."""
+    model, ids = outsider(), tokens(2, 9)
+    assert not inspect_model(model).stacks[0].causal
+    patch_model(model, "none")
+    order = torch.randperm(9)
+    shuffled = model(ids[:, order]).last_hidden_state
+    torch.testing.assert_close(shuffled, model(ids).last_hidden_state[:, order], rtol=0, atol=1e-5)
+
+
+def test_a_short_run_has_a_mask() -> None:
+    model, ids = outsider("masked"), tokens(2, 9)
+    patch_model(model, "alibi")(ids, attention_mask=torch.ones_like(ids))
+
+
+def test_causality_is_observed_in_code_from_outside_transformers() -> None:
+    with pytest.raises(UnsupportedError, match=r"classified as causal.*it is bidirectional\. If .*causal=False"):
+        patch_model(outsider(kind=WithUnusedCache), "t5")
+
+
+@pytest.mark.parametrize("scheme", ["native", "none", "alibi"])
+def test_positions_that_cannot_be_looked_for_are_not_taken_for_none(scheme: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention \(SelfAttention\) does not read and return vect"):
+        patch_model(outsider("packed"), scheme)
