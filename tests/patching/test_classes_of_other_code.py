@@ -56,17 +56,36 @@ class Layer(nn.Module):
         return self.norm(hidden_states + self.attention(hidden_states, **options))
 
 
+class LayerThatIsAModel(PreTrainedModel):
+    config_class, forward = Config, Layer.forward
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.attention, self.norm = SelfAttention(config), nn.LayerNorm(WIDTH)
+
+
+class LayerWithAnotherInput(LayerThatIsAModel):
+    def forward(self, embedded: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(embedded, **options)
+
+
+LAYERS: dict[str, type[nn.Module]] = {"models": LayerThatIsAModel, "other input": LayerWithAnotherInput}
+
+
 class OutsideModel(PreTrainedModel):
     config_class = Config
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList([Layer(config) for _ in range(2)])
+        self.words, kind = nn.Embedding(WORDS, WIDTH), LAYERS.get(config.shape, Layer)
+        self.position_embeddings = nn.Embedding(64, WIDTH) if config.shape in LAYERS else None
+        self.layers = nn.ModuleList([kind(config) for _ in range(2)])
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
         hidden_states = self.words(input_ids)
+        if self.position_embeddings is not None:
+            hidden_states = hidden_states + self.position_embeddings(torch.arange(input_ids.shape[1]))
         if self.config.shape == "packed":
             hidden_states = hidden_states.flatten(0, 1)
         for layer in self.layers:
@@ -101,6 +120,24 @@ def test_a_model_without_a_cache_is_bidirectional() -> None:
     order = torch.randperm(9)
     shuffled = model(ids[:, order]).last_hidden_state
     torch.testing.assert_close(shuffled, model(ids).last_hidden_state[:, order], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_layers_that_are_models_belong_to_the_model_around_them() -> None:
+    """Its table is theirs."""
+    model, ids = outsider("models"), tokens(2, 9)
+    expected = model(ids).last_hidden_state
+    patch_model(model, "native")
+    assert model.position_encoding.config.name == "learned"
+    torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
+    patch_model(model, "none")
+    same = model(ids[:, :1].expand(-1, 9)).last_hidden_state
+    torch.testing.assert_close(same, same[:, :1].expand_as(same), rtol=0, atol=1e-5)
+
+
+def test_positions_that_are_added_around_layers_are_noticed() -> None:
+    with pytest.raises(UnsupportedError, match="the input of its first layer depends on the position of tokens"):
+        patch_model(outsider("other input"), "none")
 
 
 def test_a_short_run_has_a_mask() -> None:

@@ -321,6 +321,10 @@ class TokenOrder:
         rows = self._rows((*args, *kwargs.values()))
         if self._in_order and rows is not None and self._is_positional(rows, strict=False):
             self._note(f"the input of {attention.path} depends on the position of tokens")
+        if rows is not None and not self._embedded and self.stack.first_layer is None and self.stack.has_other_code:
+            self._embedded = True
+            if self._is_positional(rows, strict=False):
+                self._note(EMBEDDED)
         self._in_order = False  # Another attention of the same layer gets what this one has seen.
         self._ordered = rows is not None
         return self._reordered(rows, args, kwargs, _AMPLIFICATION)

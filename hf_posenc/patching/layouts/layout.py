@@ -213,6 +213,12 @@ class Text(Layout):
     takes_tokens = True
 
     @classmethod
+    def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
+        """In other code, layers and their encoder may be `PreTrainedModel`s that receive embeddings."""
+        first = [*forward_parameters(type(child))][1:2]
+        return first in (["hidden_states"], ["x"]) and not is_of_transformers(type(child).__module__)
+
+    @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
         """Any stack."""
         return True
