@@ -328,9 +328,9 @@ class Anatomy:
         if not self._stacks:
             kinds = sorted({type(module).__name__ for module in model.modules()})
             raise UnsupportedError(
-                f"{type(model).__name__} has no softmax self-attention (module classes: {', '.join(kinds[:12])}), so a "
-                "position encoding cannot be placed in it. If one of them is an attention class, add it to "
-                "`attention_classes` with hf_posenc.register_architecture."
+                f"{type(model).__name__} has no module that is known as softmax self-attention (classes: "
+                f"{', '.join(kinds[:12])}), so a position encoding cannot be placed in it. If one of them computes "
+                "attention, add it to `attention_classes` with hf_posenc.register_architecture."
             )
         for stack, name in zip(self._stacks, _names(self._stacks, model), strict=True):
             stack.name = name

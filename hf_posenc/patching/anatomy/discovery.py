@@ -195,13 +195,12 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
         return True
     if stated is False or encodes:
         return False
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    if stack.config.model_type in CONFIG_MAPPING_NAMES:
-        return stack.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    # An architecture of other code. One that is not causal has no use for a cache.
-    return any("past" in name or "cache" in name for name in forward_parameters(type(stack.module)))
+    if stack.config.model_type in modeling_auto.CONFIG_MAPPING_NAMES:
+        return stack.config.model_type not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    # In other code, a model that is not causal has no use for a cache.
+    return any("past_key" in name or "cache" in name for name in forward_parameters(type(stack.module)))
 
 
 @functools.lru_cache(maxsize=1024)

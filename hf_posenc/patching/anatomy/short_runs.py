@@ -268,8 +268,7 @@ class TokenOrder:
 
     Attributes:
         problem: what depends on positions; empty if nothing does.
-        unseen: the first attention with code from outside transformers whose vectors have an unknown shape; empty if
-            there is none.
+        unseen: the first attention of other code whose vectors have an unknown shape; empty if there is none.
     """
 
     def __init__(self, stack: Stack, *, strict: bool) -> None:

@@ -57,17 +57,15 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     """Checks by a run whether discovery was right about causality, where the evidence is contradictory or weak.
 
     The model is run on three tokens, and its first attention layer again with another last token. In a causal stack,
-    the output for the first token does not change. Models are run only if they have a stack whose
-    attention modules have an `is_causal` that differs from the result of discovery, or code from outside transformers,
-    without a declared architecture.
+    the output for the first token does not change. Models are run only if they have a stack whose attention has an
+    `is_causal` that differs from the result of discovery, or code from outside transformers, and no declaration.
     """
     undeclared = [(stack, stack.attentions[0]) for stack in stacks if stack.architecture.causal is None]
     # The attribute may be missing, or no truth value.
     doubtful = [
         stack
         for stack, first in undeclared
-        if getattr(first.module, "is_causal", None) is (not first.causal)
-        or (stack.has_other_code and sees_all(first, stack))
+        if stack.has_other_code or getattr(first.module, "is_causal", None) is (not first.causal)
     ]
     if not doubtful:
         return
@@ -77,17 +75,12 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
         observed, first = _observed(results), stack.attentions[0]
         if observed is not None and observed != first.causal:
             words = {True: "causal", False: "bidirectional"}
-            stated, why = getattr(first.module, "is_causal", None), ""
-            if stated is observed:
-                why = (
-                    f" {first.path}.is_causal is {stated}, which contradicts the rest of the model. Some versions of "
-                    "transformers omit the mask of such a decoder (UMT5 with sdpa before 5.18). Load the model with "
-                    "attn_implementation='eager', or use another version."
-                )
             raise UnsupportedError(
                 f"{type(stack.module).__name__} was classified as {words[first.causal]}, but a run on {_FEW_TOKENS} "
-                f"tokens shows that it is {words[observed]}.{why} If that is right, declare it: "
-                f"hf_posenc.register_architecture({stack.config.model_type!r}, "
+                f"tokens shows that it is {words[observed]} ({first.path}.is_causal is "
+                f"{getattr(first.module, 'is_causal', 'not set')}). Some versions of transformers omit the mask of a "
+                "decoder (UMT5 with sdpa before 5.18): load it with attn_implementation='eager', or use another "
+                f"version. Or declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )
 
@@ -147,10 +140,9 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
             raise _acting_nevertheless(stack, order.problem)
         if order.unseen:
             raise UnsupportedError(
-                f"{order.unseen} does not read and return vectors (batch, length, hidden), so it cannot be checked "
-                "whether positions act in it. Rows that are packed into one are not supported in code from outside "
-                f"transformers. Another order of axes can be declared: hf_posenc.register_architecture("
-                f"{stack.config.model_type!r}, architecture=hf_posenc.Architecture(time_major=True))."
+                f"{order.unseen} does not read and return vectors (batch, length, hidden), so it is unknown whether "
+                "positions act in it. Packed rows are not supported in code from outside transformers. Another order "
+                "of axes can be declared (time_major, channels_first) with hf_posenc.register_architecture."
             )
 
 

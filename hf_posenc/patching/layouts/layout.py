@@ -215,8 +215,8 @@ class Text(Layout):
     @classmethod
     def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
         """In other code, layers and their encoder may be `PreTrainedModel`s that receive embeddings."""
-        first = [*forward_parameters(type(child))][1:2]
-        return first in (["hidden_states"], ["x"]) and not is_of_transformers(type(child).__module__)
+        other = not is_of_transformers(type(child).__module__)
+        return other and [*forward_parameters(type(child))][1:2] in (["hidden_states"], ["x"])
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
