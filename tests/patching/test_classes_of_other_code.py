@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_posenc import UnsupportedError, inspect_model, patch_model
+from hf_posenc import UnsupportedError, inspect_model, patch_model, unpatch_model
 from tests.matrix.running import tokens
 
 WIDTH, HEADS, WORDS = 32, 4, 96
@@ -24,11 +25,47 @@ class Config(PreTrainedConfig):
         super().__init__(**options)
 
 
+class RotaryEmbedding(nn.Module):
+    """Rotates heads `(batch, heads, length, width)` itself, by pairs of neighbours or halves."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, interleaved: bool, longest: int = 9_999) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 50.0 ** -(torch.arange(width // 2) / (width // 2)), persistent=False)
+        self.interleaved, self.longest = interleaved, longest
+
+    def rotated(self, heads: Tensor) -> Tensor:
+        length, interleaved = heads.shape[2], self.interleaved
+        angles = torch.arange(length).unsqueeze(-1) * self.frequencies * min(1.0, self.longest / length)
+        first, second = (heads[..., ::2], heads[..., 1::2]) if interleaved else heads.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), -1 if interleaved else -2)
+        return pairs.flatten(-2)
+
+    def forward(self, q: Tensor, k: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self.rotated(q), self.rotated(k)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    def forward(self, qkv: Tensor, offset: int = 0) -> Tensor:  # type: ignore[override]
+        return torch.stack((self.rotated(qkv[0]), self.rotated(qkv[1]), qkv[2]))
+
+
+ROTARIES: dict[str, Any] = {
+    "interleaved": lambda width: RotaryEmbedding(width, interleaved=True),
+    "halves": lambda width: RotaryEmbedding(width, interleaved=False),
+    "by length": lambda width: RotaryEmbedding(width, interleaved=False, longest=64),
+    "one tensor": lambda width: PackedRotaryEmbedding(width, interleaved=False),
+}
+
+
 class SelfAttention(nn.Module):
     """Computes its scores. In the shape "packed", the rows of a batch are one, and it has a bias of its own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.rotary = ROTARIES[config.shape](WIDTH // HEADS) if config.shape in ROTARIES else None
         self.num_attention_heads, self.shape = HEADS, config.shape
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
@@ -36,6 +73,10 @@ class SelfAttention(nn.Module):
         shape = (rows if self.shape == "packed" else len(hidden_states), -1, HEADS, WIDTH // HEADS)
         project = (self.query, self.key, self.value)
         query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in project)
+        if isinstance(self.rotary, PackedRotaryEmbedding):
+            query, key, value = self.rotary(torch.stack((query, key, value)))
+        elif self.rotary is not None:
+            query, key = self.rotary(query, key)
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         if self.shape == "packed":
             places = torch.arange(scores.shape[-1])
@@ -154,3 +195,29 @@ def test_causality_is_observed_in_code_from_outside_transformers() -> None:
 def test_positions_that_cannot_be_looked_for_are_not_taken_for_none(scheme: str) -> None:
     with pytest.raises(UnsupportedError, match=r"layers\.0\.attention \(SelfAttention\) does not read and return vect"):
         patch_model(outsider("packed"), scheme)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shape", ROTARIES)
+@torch.no_grad()
+def test_a_submodule_that_rotates_heads_is_replaced(shape: str, shared: bool, tmp_path: Path) -> None:
+    model, without, ids = outsider(shape), outsider(), tokens(2, 9)
+    if shared:
+        model.layers[1].attention.rotary = model.layers[0].attention.rotary
+    expected = model(ids).last_hidden_state
+    for scheme in ("none", "alibi", "rope"):
+        patched = patch_model(model, scheme)(ids).last_hidden_state
+        torch.testing.assert_close(patched, patch_model(without, scheme)(ids).last_hidden_state, rtol=0, atol=1e-5)
+        model.save_pretrained(tmp_path / scheme)
+        loaded = OutsideModel.from_pretrained(tmp_path / scheme).eval()
+        assert torch.equal(loaded(ids).last_hidden_state, patched)
+    unpatch_model(model)
+    assert torch.equal(model(ids).last_hidden_state, expected)
+    if shape in ("by length", "one tensor"):
+        message = r"No scheme .* describes the rotation by Packed|does not match .* Any scheme can replace it"
+        with pytest.raises(UnsupportedError, match=message):
+            patch_model(model, "native")
+        return
+    native = patch_model(model, "native").position_encoding.config
+    assert native.layout == ("half" if shape == "halves" else shape)
+    torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=0, atol=1e-5)

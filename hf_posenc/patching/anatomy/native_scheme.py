@@ -25,13 +25,14 @@ from hf_posenc.patching.anatomy.formulas import (
     describes,
     frequencies_by_axis,
     phases_of,
+    rotation_by,
     spectra_of,
 )
 from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.anatomy.verification import verify_native
-from hf_posenc.patching.forwards import rebind
+from hf_posenc.patching.forwards import rebind, unrotated_heads
 from hf_posenc.schemes import (
     ComposedConfig,
     LearnedConfig,
@@ -179,13 +180,12 @@ def composed(parts: list[SchemeConfig]) -> SchemeConfig:
 
 
 def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping[str, Rotation]) -> SchemeConfig:
-    if attention.relative is not None:
-        if attention.relative.scheme is not None:
-            return attention.relative.scheme
-        raise undescribed(
-            f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
-            "projected, so its logits depend on more than distances. No scheme of this library does this."
-        )
+    if (relative := attention.relative) is not None:
+        by_module = relative.instead is unrotated_heads
+        scheme = rotation_by(relative.projection, attention.head_dim) if by_module else relative.scheme
+        if scheme is None:
+            raise undescribed(f"No scheme of this library describes the {relative.description} in {attention.path}.")
+        return scheme
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()
