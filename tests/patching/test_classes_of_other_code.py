@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GPT2Model, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_posenc import UnsupportedError, inspect_model, patch_model, unpatch_model
-from tests.matrix.running import tokens
+from tests.kits.decoding import decoded
+from tests.matrix.running import patched, tokens
 
 WIDTH, HEADS, WORDS = 32, 4, 96
 
@@ -110,7 +111,11 @@ class LayerWithAnotherInput(LayerThatIsAModel):
         return super().forward(embedded, **options)
 
 
-LAYERS: dict[str, type[nn.Module]] = {"models": LayerThatIsAModel, "other input": LayerWithAnotherInput}
+LAYERS: dict[str, type[nn.Module]] = {
+    "shifted": Layer,
+    "models": LayerThatIsAModel,
+    "other input": LayerWithAnotherInput,
+}
 
 
 class OutsideModel(PreTrainedModel):
@@ -125,8 +130,9 @@ class OutsideModel(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
         hidden_states = self.words(input_ids)
+        shift = int(self.config.shape == "shifted")
         if self.position_embeddings is not None:
-            hidden_states = hidden_states + self.position_embeddings(torch.arange(input_ids.shape[1]))
+            hidden_states = hidden_states + self.position_embeddings(torch.arange(input_ids.shape[1]) + shift)
         if self.config.shape == "packed":
             hidden_states = hidden_states.flatten(0, 1)
         for layer in self.layers:
@@ -181,6 +187,24 @@ def test_positions_that_are_added_around_layers_are_noticed() -> None:
         patch_model(outsider("other input"), "none")
 
 
+def test_a_table_whose_first_row_is_unknown_is_refused() -> None:
+    """A padded row, whose tokens are counted, would get other positions."""
+    model, ids = outsider("shifted"), tokens(2, 9)
+    patch_model(model, "alibi")(ids)
+    for scheme in ("native", "learned"):
+        with pytest.raises(UnsupportedError, match="first token has row 1 of position_embeddings, not row 0"):
+            patch_model(model, scheme)(ids)
+
+
+@torch.no_grad()
+def test_a_table_of_other_code_continues_after_a_cache() -> None:
+    model, ids = patched("gpt2", None), tokens(1, 12)
+    model.transformer.__class__ = type("OwnModel", (GPT2Model,), {})
+    patch_model(model, "learned")
+    expected = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    torch.testing.assert_close(decoded(model, ids, DynamicCache(), [7, 1, 4]), expected, rtol=0, atol=1e-4)
+
+
 def test_a_short_run_has_a_mask() -> None:
     model, ids = outsider("masked"), tokens(2, 9)
     patch_model(model, "alibi")(ids, attention_mask=torch.ones_like(ids))
@@ -206,11 +230,11 @@ def test_a_submodule_that_rotates_heads_is_replaced(shape: str, shared: bool, tm
         model.layers[1].attention.rotary = model.layers[0].attention.rotary
     expected = model(ids).last_hidden_state
     for scheme in ("none", "alibi", "rope"):
-        patched = patch_model(model, scheme)(ids).last_hidden_state
-        torch.testing.assert_close(patched, patch_model(without, scheme)(ids).last_hidden_state, rtol=0, atol=1e-5)
+        output = patch_model(model, scheme)(ids).last_hidden_state
+        torch.testing.assert_close(output, patch_model(without, scheme)(ids).last_hidden_state, rtol=0, atol=1e-5)
         model.save_pretrained(tmp_path / scheme)
         loaded = OutsideModel.from_pretrained(tmp_path / scheme).eval()
-        assert torch.equal(loaded(ids).last_hidden_state, patched)
+        assert torch.equal(loaded(ids).last_hidden_state, output)
     unpatch_model(model)
     assert torch.equal(model(ids).last_hidden_state, expected)
     if shape in ("by length", "one tensor"):
