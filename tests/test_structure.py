@@ -18,8 +18,8 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (30, 1187, 531),
-    "patch and first forward": (37, 1379, 619),
+    "patch": (30, 1189, 533),
+    "patch and first forward": (37, 1381, 621),
     "forward": (14, 102, 58),
     "further layer": (14, 21, 13),
     "decoding": (13, 127, 64),
@@ -101,13 +101,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 55_549
+    assert sum(lines) <= 55_622
     assert max(lines) <= 500
     assert len(lines) <= 300
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_704)]
+    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 57_899)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

@@ -382,6 +382,12 @@ def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return heads
 
 
+def unrotated_heads(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replaces a module that rotates one packed tensor, or a query and a key: returns them unchanged."""
+    given, (first, second) = named_arguments(module, args, kwargs), [*forward_parameters(type(module))][1:3]
+    return given[first] if first == "qkv" else (given[first], given[second])
+
+
 def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
     """A view that shares the attributes of a module, later changes included.
 

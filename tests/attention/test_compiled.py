@@ -24,6 +24,7 @@ from tests.kits import decoding as kit
 from tests.matrix.running import gradients, placed, tokens
 from tests.models import tiny
 from tests.thinning import mostly_slow
+from tests.versions import torch_since
 
 from .block_sizes import set_sizes
 from .graphs import DECODED, LENGTHS, SCHEMES, decoded, model_of, trained
@@ -113,6 +114,7 @@ def test_the_first_call_of_a_table_that_numbers_its_rows_may_be_compiled() -> No
 @pytest.mark.long
 def test_long_inputs_add_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones get a matrix, and long ones the kernel for distances."""
+    torch_since("2.13", "a graph has no block sparsity")
     set_sizes(monkeypatch, short_pairs=50**2)
     assert graphs("llama_gqa", "alibi") == STOCK_GRAPHS + 1
 
@@ -135,6 +137,7 @@ def test_training_steps_too(scheme: str) -> None:
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 @pytest.mark.parametrize("architecture", ["llama_gqa", "bloom"])
 def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(architecture: str, scheme: str) -> None:
+    torch_since("2.13", "a graph has other gradients in rows of padding")
     model, ids = model_of(architecture, SCHEMES[scheme], num_hidden_layers=2).train(), tokens(length=12)
     mask, found = kit.left_padding(12, 3), []
     for checkpointing in (False, True):
@@ -248,6 +251,7 @@ def test_a_function_inside_a_forward_whose_graph_breaks_is_compiled_for_each_mod
 
 @pytest.mark.parametrize("kind", ["FalconForCausalLM", "GPTNeoXJapaneseForCausalLM", "RoFormerForMaskedLM"])
 def test_modules_that_rotate_and_compute_their_scores_are_one_graph(kind: str) -> None:
+    torch_since("2.13", "a method of a cache cannot leave a graph")
     model = placed(tiny(kind).eval(), SCHEMES["rope"])
     wanted = model(tokens()).logits
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(tokens()).logits, wanted)

@@ -286,7 +286,7 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: with_layers_of_torch(llama(), 1),
         r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it",
     ),
-    "of torch, all": (lambda: with_layers_of_torch(llama(), 0), "MultiheadAttention never multiplied queries"),
+    "of torch, all": (lambda: with_layers_of_torch(llama(), 0), r"as causal, but a run .* is bidirectional"),
     "of torch in a ViT": (lambda: with_layers_of_torch(tiny("ViTModel"), 1), IN_A_VIT),
     "of torch in a ViT, all": (lambda: with_layers_of_torch(tiny("ViTModel"), 0), IN_A_VIT),
     "layer": (lambda: llama("model.layers.1", Layer), r"input of layers\.1\.self_attn depends on the position"),

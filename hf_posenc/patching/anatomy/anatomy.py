@@ -5,6 +5,7 @@ The parts of a model are text, vision, audio and others, each with its own posit
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +28,7 @@ from hf_posenc.patching.anatomy.discovery import (
 )
 from hf_posenc.patching.anatomy.rotary_functions import number_of_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, NamedModule, PositionTable
-from hf_posenc.patching.forwards import forward_parameters, parameters_of
+from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, parameters_of, written_in
 
 if TYPE_CHECKING:
     from hf_posenc.patching.layouts.layout import Layout
@@ -166,6 +167,13 @@ class Stack:
         tables = {id(table.module) for table in self.tables}
         named = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
         return [NamedModule(*each) for each in named if "position_ids" in parameters_of(type(each[1]).forward)]
+
+    @cached_property
+    def has_other_code(self) -> bool:
+        """Whether one of its modules runs code from outside transformers, which may be in its decorators."""
+        forwards = {type(module).forward for module in self.module.modules()}
+        names = {written_in(code) for code in {*forwards, *map(inspect.unwrap, forwards)}}
+        return not all(map(is_of_transformers, names))
 
     @property
     def reads_axes(self) -> bool:
@@ -320,9 +328,9 @@ class Anatomy:
         if not self._stacks:
             kinds = sorted({type(module).__name__ for module in model.modules()})
             raise UnsupportedError(
-                f"{type(model).__name__} has no softmax self-attention (module classes: {', '.join(kinds[:12])}), so a "
-                "position encoding cannot be placed in it. If one of them is an attention class, add it to "
-                "`attention_classes` with hf_posenc.register_architecture."
+                f"{type(model).__name__} has no module that is known as softmax self-attention (classes: "
+                f"{', '.join(kinds[:12])}), so a position encoding cannot be placed in it. If one of them computes "
+                "attention, add it to `attention_classes` with hf_posenc.register_architecture."
             )
         for stack, name in zip(self._stacks, _names(self._stacks, model), strict=True):
             stack.name = name

@@ -27,10 +27,12 @@ from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable, Rela
 from hf_posenc.patching.anatomy.weights import stored
 from hf_posenc.patching.forwards import (
     INTERFACE,
+    forward_parameters,
     functions_called,
     is_of_transformers,
     names_used,
     unknown_seam,
+    unrotated_heads,
     written_in,
 )
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
@@ -80,6 +82,8 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
 #: The method of a Conformer's attention that rotates its input, before queries and keys are projected.
 _ROTATES_INPUT = "_apply_rotary_embedding"
+#: Arguments of a module that rotates a query and its key, or both in one tensor.
+_HEADS_TOGETHER = re.compile(r"self (qkv|\S+ (k|key))\b")
 #: Config attributes for the width of embeddings.
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
@@ -194,9 +198,12 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
         return True
     if stated is False or encodes:
         return False
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    return stack.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if stack.config.model_type in modeling_auto.CONFIG_MAPPING_NAMES:
+        return stack.config.model_type not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    # In other code, a model that is not causal has no use for a cache.
+    return any("past_key" in name or "cache" in name for name in forward_parameters(type(stack.module)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -307,6 +314,12 @@ def _find_relative(module: Any) -> RelativeMechanism | None:
         )
     if getattr(module, "position_embeddings_type", None) == "rotary" and hasattr(module, _ROTATES_INPUT):
         return RelativeMechanism("rotation of the input of attention", None, method=_ROTATES_INPUT)
+    for name, child in module.named_children():
+        kind = type(child)
+        if "rotary" in kind.__name__.lower() and _HEADS_TOGETHER.match(" ".join(forward_parameters(kind))):
+            return RelativeMechanism(
+                f"rotation by {kind.__name__}", None, None, child, (name,), instead=unrotated_heads
+            )
     return None
 
 

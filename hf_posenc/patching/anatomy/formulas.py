@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
 )
 from hf_posenc.patching.anatomy.sites import FixedTable
 from hf_posenc.patching.anatomy.weights import copied, onload_weights
-from hf_posenc.schemes import SinusoidalConfig
+from hf_posenc.schemes import RopeConfig, SinusoidalConfig
 from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -71,6 +72,23 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
     output = call_rotary(module, hidden.to(device), position_ids.to(device), layer_type)
     phases = cosines_in(output)
     return phases[0] if phases.dim() == 4 else phases
+
+
+@torch.no_grad()
+def rotation_by(module: Any, width: int) -> RopeConfig | None:
+    """The rotation of a module that is called with heads of this width; `None` if its frequencies are not fixed."""
+    clone, places, ids = copied(module, lambda weight: weight.clone().cpu()), torch.arange(width), torch.arange(_FAR)
+    for layout, first in (("half", places < width // 2), ("interleaved", places % 2 == 0)):
+        ones = first.float().expand(1, 1, _FAR, width)
+        with suppress(Exception):  # It may keep a table of fewer positions, or read another order of axes.
+            query, key = (heads[0, 0] for heads in type(module).forward(clone, ones, ones))
+            angles = torch.atan2(query[:, ~first].double(), query[:, first].double())
+            refuse_other_angles(module, angles, ids, None)
+            if torch.equal(query, key) and angles[1].all() and not angles[0].any():
+                return RopeConfig(
+                    rotary_dim=width, layout=layout, inverse_frequencies=tuple(angles[1].float().tolist())
+                )
+    return None
 
 
 def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> list[Spectrum]:

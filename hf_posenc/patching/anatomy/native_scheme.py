@@ -25,13 +25,14 @@ from hf_posenc.patching.anatomy.formulas import (
     describes,
     frequencies_by_axis,
     phases_of,
+    rotation_by,
     spectra_of,
 )
 from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
-from hf_posenc.patching.anatomy.short_runs import has_other_code, run_briefly
+from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.anatomy.verification import verify_native
-from hf_posenc.patching.forwards import rebind
+from hf_posenc.patching.forwards import rebind, unrotated_heads
 from hf_posenc.schemes import (
     ComposedConfig,
     LearnedConfig,
@@ -123,7 +124,7 @@ def find_native_scheme(trial: Transaction, stacks: list[Stack]) -> SchemeConfig:
         )
     declared = any(stack.architecture.native or stack.layout.has_axes or stack.mechanism for stack in stacks)
     looked_up = any(looks_phases_up(rotary.module) for stack in stacks for rotary in stack.rotaries)
-    if trial.anatomy.is_runnable and (declared or looked_up or any(has_other_code(stack.module) for stack in stacks)):
+    if trial.anatomy.is_runnable and (declared or looked_up or any(stack.has_other_code for stack in stacks)):
         # Phases and tables were compared by value, but a declaration depends only on the name of the architecture,
         # and somebody's own code may use a table in another way.
         verify_native(trial, schemes[0], stacks)
@@ -179,13 +180,12 @@ def composed(parts: list[SchemeConfig]) -> SchemeConfig:
 
 
 def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping[str, Rotation]) -> SchemeConfig:
-    if attention.relative is not None:
-        if attention.relative.scheme is not None:
-            return attention.relative.scheme
-        raise undescribed(
-            f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
-            "projected, so its logits depend on more than distances. No scheme of this library does this."
-        )
+    if (relative := attention.relative) is not None:
+        by_module = relative.instead is unrotated_heads
+        scheme = rotation_by(relative.projection, attention.head_dim) if by_module else relative.scheme
+        if scheme is None:
+            raise undescribed(f"No scheme of this library describes the {relative.description} in {attention.path}.")
+        return scheme
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from hf_posenc.patching.anatomy.anatomy import Stack, layout_of
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.sites import AttentionLayer
 from hf_posenc.patching.anatomy.weights import execution_device
-from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, written_in
+from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.preserve import without_trace
 
 if TYPE_CHECKING:
@@ -269,13 +268,14 @@ class TokenOrder:
 
     Attributes:
         problem: what depends on positions; empty if nothing does.
+        unseen: the first attention of other code whose vectors have an unknown shape; empty if there is none.
     """
 
     def __init__(self, stack: Stack, *, strict: bool) -> None:
         self.stack = stack
         self.strict = strict
-        self.problem = ""
-        self._embedded = self._in_order = self._attended_in_order = self._left_in_order = False
+        self.problem = self.unseen = ""
+        self._embedded = self._in_order = self._ordered = self._attended_in_order = self._left_in_order = False
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -288,12 +288,11 @@ class TokenOrder:
             layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
-            other_code = has_other_code(stack.module)
             for layer in layers.values():
                 handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
-                if other_code:
+                if self.stack.has_other_code:
                     handles.enter_context(layer.register_forward_hook(self._leave_layer))
-            if other_code:
+            if self.stack.has_other_code:
                 handles.enter_context(stack.module.register_forward_hook(self._leave_stack))
             for attention in attentions:
                 reorder = functools.partial(self._reorder_attention, attention)
@@ -321,13 +320,20 @@ class TokenOrder:
         rows = self._rows((*args, *kwargs.values()))
         if self._in_order and rows is not None and self._is_positional(rows, strict=False):
             self._note(f"the input of {attention.path} depends on the position of tokens")
+        if rows is not None and not self._embedded and self.stack.first_layer is None and self.stack.has_other_code:
+            self._embedded = True
+            if self._is_positional(rows, strict=False):
+                self._note(EMBEDDED)
         self._in_order = False  # Another attention of the same layer gets what this one has seen.
+        self._ordered = rows is not None
         return self._reordered(rows, args, kwargs, _AMPLIFICATION)
 
     def _check_output(
         self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
         rows = self._rows(output)
+        if self.stack.has_other_code and (rows is None or not self._ordered):
+            self.unseen = self.unseen or f"{attention.path} ({_code_of(module)})"
         if rows is None or has_convolution(module) or not sees_all(attention, self.stack):
             return None
         # A model may run the layers of a decoder in both directions, and say so in their attributes.
@@ -397,13 +403,6 @@ def _in_both_orders(name: str, value: Any) -> Any:
         axis = 1 if value.shape[1] == _LENGTH else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))
     return torch.cat([value, other])
-
-
-def has_other_code(holder: nn.Module) -> bool:
-    """Whether a module of a stack or a layer runs code from outside transformers, which may be in its decorators."""
-    forwards = {type(module).forward for module in holder.modules()}
-    names = {written_in(code) for code in {*forwards, *map(inspect.unwrap, forwards)}}
-    return not all(map(is_of_transformers, names))
 
 
 def sees_all(attention: AttentionLayer, stack: Stack) -> bool:

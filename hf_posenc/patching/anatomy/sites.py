@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.anatomy.weights import stored
-from hf_posenc.patching.forwards import OtherForward, unrotated, zero_output
+from hf_posenc.patching.forwards import OtherForward, forward_on_instance, unrotated, zero_output
 from hf_posenc.schemes.config import SchemeConfig
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
@@ -28,10 +29,11 @@ class RelativeMechanism:
         description: its name, for reports.
         scheme: the scheme that computes the same, or `None`.
         weight: the native weights, as the `adopt` of that scheme takes them.
-        projection: a linear layer that the bias is proportional to. Zeros in place of its output disable the bias.
-            `None` if the module passes the bias on as an argument, which is dropped.
+        projection: a linear layer that the bias is proportional to, or a module that rotates heads. It is disabled by
+            `instead` of its forward. `None` if the module passes the bias on as an argument, which is dropped.
         names: names of the weights and submodules that only the mechanism uses.
         method: the method that rotates the module's input, or `None`.
+        instead: what replaces the forward of `projection`.
     """
 
     description: str
@@ -40,11 +42,12 @@ class RelativeMechanism:
     projection: nn.Module | None = None
     names: tuple[str, ...] = ()
     method: str | None = None
+    instead: Callable[..., Any] = zero_output
 
     def silence(self, module: nn.Module, journal: Any) -> None:
         """Disables it in its attention module and freezes its weights."""
-        if self.projection is not None:
-            journal.set_forward(self.projection, OtherForward(self.projection, zero_output))
+        if self.projection is not None and not isinstance(forward_on_instance(self.projection), OtherForward):
+            journal.set_forward(self.projection, OtherForward(self.projection, self.instead))
         if self.method is not None:
             journal.replace(module, self.method, unrotated)
         journal.freeze(module, *self.names)

@@ -27,7 +27,6 @@ from hf_posenc.patching.anatomy.short_runs import (
     distance,
     embedded,
     has_convolution,
-    has_other_code,
     in_both_orders,
     run_briefly,
     seen_briefly,
@@ -55,15 +54,19 @@ _HALF_TOLERANCE = 5e-2
 
 
 def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
-    """Checks by a run whether discovery was right about causality, for stacks where the evidence is contradictory.
+    """Checks by a run whether discovery was right about causality, where the evidence is contradictory or weak.
 
     The model is run on three tokens, and its first attention layer again with another last token. In a causal stack,
-    the output for the first token does not change. Models are run only if they have a stack whose
-    attention modules have an `is_causal` that differs from the result of discovery, without a declared architecture.
+    the output for the first token does not change. Models are run only if they have a stack whose attention has an
+    `is_causal` that differs from the result of discovery, or code from outside transformers, and no declaration.
     """
     undeclared = [(stack, stack.attentions[0]) for stack in stacks if stack.architecture.causal is None]
     # The attribute may be missing, or no truth value.
-    doubtful = [stack for stack, first in undeclared if getattr(first.module, "is_causal", None) is (not first.causal)]
+    doubtful = [
+        stack
+        for stack, first in undeclared
+        if stack.has_other_code or getattr(first.module, "is_causal", None) is (not first.causal)
+    ]
     if not doubtful:
         return
     first_last = functools.partial(attended_twice, chosen=lambda tokens: [*range(tokens - 1), 0])
@@ -74,10 +77,10 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
             words = {True: "causal", False: "bidirectional"}
             raise UnsupportedError(
                 f"{type(stack.module).__name__} was classified as {words[first.causal]}, but a run on {_FEW_TOKENS} "
-                f"tokens shows that it is {words[observed]}: {first.path}.is_causal is {first.module.is_causal}, which "
-                "contradicts the rest of the model. Some versions of transformers omit the mask of such a decoder "
-                "(UMT5 with sdpa before 5.18). Load the model with attn_implementation='eager', or use another version "
-                f"or declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
+                f"tokens shows that it is {words[observed]} ({first.path}.is_causal is "
+                f"{getattr(first.module, 'is_causal', 'not set')}). Some versions of transformers omit the mask of a "
+                "decoder (UMT5 with sdpa before 5.18): load it with attn_implementation='eager', or use another "
+                f"version. Or declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )
 
@@ -109,7 +112,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
     rest = [stack for stack in others if not _nothing_found(stack)]
-    silenced = [stack for stack in rest if _is_silenced(stack) or has_other_code(stack.module)]
+    silenced = [stack for stack in rest if _is_silenced(stack) or stack.has_other_code]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text:
@@ -122,7 +125,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Transa
                         _refuse_order_of_tokens(anatomy, group)
                 except NotRunnableError:
                     # It is unknown which other inputs a stock model needs. Its positions were found in its code.
-                    if any(_nothing_found(each) or _is_silenced(each) or has_other_code(each.module) for each in group):
+                    if any(_nothing_found(each) or _is_silenced(each) or each.has_other_code for each in group):
                         raise
 
 
@@ -135,6 +138,12 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
     for stack, order in zip(stacks, seen, strict=True):
         if order.problem:
             raise _acting_nevertheless(stack, order.problem)
+        if order.unseen:
+            raise UnsupportedError(
+                f"{order.unseen} does not read and return vectors (batch, length, hidden), so it is unknown whether "
+                "positions act in it. Packed rows are not supported in code from outside transformers. Another order "
+                "of axes can be declared (time_major, channels_first) with hf_posenc.register_architecture."
+            )
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:

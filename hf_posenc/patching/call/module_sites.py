@@ -34,10 +34,12 @@ from hf_posenc.patching.forwards import (
     Viewed,
     WithOverrides,
     forward_parameters,
+    is_of_transformers,
     named_arguments,
 )
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.weights import traced
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
@@ -119,6 +121,16 @@ class TableSite(PlacedForward):
             # The architecture counts slots.
             return state.positions()
         ids = rows - self.table.origin
+        watch, mask = self.runtime.watch, state.attention_mask
+        other = watch is not None and not is_of_transformers(type(watch.stack).__module__)
+        if other and state.position_ids is None and isinstance(state.offset, int) and not state.offset and not traced():
+            late = ids[..., :1] > 0
+            if (late if mask is None else late & (mask[:, :1] != 0).to(late.device)).any():
+                raise UnsupportedError(
+                    f"The first token has row {int(rows.min())} of {self.table.path}, not row {self.table.origin}, so "
+                    "padded rows would get other positions. Declare hf_posenc.Architecture(rows_before=...) for this "
+                    "model type, with hf_posenc.register_architecture."
+                )
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:
             # Architectures that use slots as positions encode a left-padded sequence differently from the same sequence

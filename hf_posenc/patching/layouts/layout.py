@@ -24,7 +24,7 @@ from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, PositionTable
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.module_sites import TableOwner, TableSite
-from hf_posenc.patching.forwards import forward_parameters, names_used
+from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, names_used
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part
@@ -213,6 +213,12 @@ class Text(Layout):
     takes_tokens = True
 
     @classmethod
+    def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
+        """In other code, layers and their encoder may be `PreTrainedModel`s that receive embeddings."""
+        other = not is_of_transformers(type(child).__module__)
+        return other and [*forward_parameters(type(child))][1:2] in (["hidden_states"], ["x"])
+
+    @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
         """Any stack."""
         return True
@@ -232,6 +238,8 @@ class Text(Layout):
         chooses = any(kind.__name__ in known for kind in type(module).__mro__)
         given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if chooses else tokens}
         given |= _encoded(module, length)
+        if "attention_mask" in parameters and not is_of_transformers(type(module).__module__):
+            given["attention_mask"] = torch.ones_like(given["input_ids"])  # Other code may require it.
         if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             given["decoder_input_ids"] = tokens
         return given

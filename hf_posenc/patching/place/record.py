@@ -33,6 +33,7 @@ from hf_posenc.patching.forwards import (
     PlacedForward,
     as_forward,
     forward_on_instance,
+    is_of_transformers,
     place_of_forward,
     placed_forward,
     refuse_foreign_forward,
@@ -96,10 +97,12 @@ class Journal:
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
         """Sets an attribute that the module, or its class, has."""
         if not hasattr(module, attribute):
+            kind, version = type(module), f"transformers {transformers.__version__}"
             raise UnsupportedError(
-                f"{type(module).__name__} has no {attribute!r} to replace. transformers {transformers.__version__} "
-                "computes its position mechanism in a place unknown to hf_posenc, and it would remain active next to "
-                "any scheme. Use a version of transformers that hf_posenc was tested with."
+                f"{kind.__name__} has no {attribute!r} to replace, which is declared for its model type. The code of "
+                f"{version if is_of_transformers(kind.__module__) else kind.__module__} computes positions in a place "
+                "unknown to hf_posenc, and they would remain active next to any scheme. Use a class and a version of "
+                "transformers that hf_posenc was tested with."
             )
         self.set(module, attribute, value)
 
