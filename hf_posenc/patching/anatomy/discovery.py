@@ -313,7 +313,7 @@ def _find_relative(module: Any) -> RelativeMechanism | None:
             "Transformer-XL bias", TransformerXLConfig(), weight, projection, ("relative_k_proj", "bias_v")
         )
     if getattr(module, "position_embeddings_type", None) == "rotary" and hasattr(module, _ROTATES_INPUT):
-        return RelativeMechanism("rotation of the input of attention", None, method=_ROTATES_INPUT)
+        return RelativeMechanism("rotation of the input before its projections", None, method=_ROTATES_INPUT)
     for name, child in module.named_children():
         kind = type(child)
         if "rotary" in kind.__name__.lower() and _HEADS_TOGETHER.match(" ".join(forward_parameters(kind))):
