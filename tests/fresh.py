@@ -26,13 +26,7 @@ _CONTEXT.set_forkserver_preload(["tests.fresh_imports"])
 def run_python(
     *words: object, folder: Path = ROOT, environment: Mapping[str, str] | None = None
 ) -> CompletedProcess[str]:
-    """Runs `python WORDS` in a new interpreter, which finds this repository from any folder.
-
-    Args:
-        *words: of the command line.
-        folder: where it runs.
-        environment: variables that are set in addition.
-    """
+    """Runs `python WORDS` in a new interpreter, which finds this repository from any folder."""
     search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = os.environ | {"PYTHONPATH": search_path} | dict(environment or {})
     command = [sys.executable, *map(str, words)]
@@ -54,13 +48,6 @@ def run_fresh(
 ) -> CompletedProcess[str]:
     """Runs a program as `python -c PROGRAM ARGUMENTS` does.
 
-    Args:
-        program: source code.
-        *arguments: follow in `sys.argv`.
-        folder: where it runs; the current folder by default.
-        environment: variables that are set in addition.
-        timeout: seconds after which it is killed.
-
     Raises:
         TimeoutError: the program did not end.
     """
@@ -78,10 +65,7 @@ def run_together(
     """Runs a program in several processes at once. When one fails, the others are killed.
 
     Args:
-        program: source code.
-        *arguments: follow in `sys.argv`.
         environments: variables that are set in addition, for each process.
-        folder: where they run; the current folder by default.
         timeout: seconds after which they are killed.
 
     Raises:

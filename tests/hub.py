@@ -31,7 +31,6 @@ class Repository:
     """A model repository.
 
     Args:
-        private: whether it was created as a private one.
         large: files that were uploaded with the LFS protocol, by their SHA-256.
         commits: the first is empty, as on the hub.
         refs: from a branch to the number of its commit.

@@ -14,13 +14,7 @@ from tests.fresh import run_fresh
 
 
 class Clients:
-    """Runs programs in fresh processes, which start with torch and transformers imported and without this package.
-
-    Args:
-        url: address of the hub.
-        home: folder of the hub's cache.
-        offline: whether they may not use the network.
-    """
+    """Runs programs in fresh processes, which start with torch and transformers imported and without this package."""
 
     def __init__(self, url: str, home: Path, offline: bool = False) -> None:
         variables = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_TOKEN": "hf_test"}

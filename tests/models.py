@@ -91,7 +91,6 @@ def tiny_config(name: str, **options: Any) -> Any:
     """The config of a class of models.
 
     Args:
-        name: of the class of models.
         **options: fields of the config. Two query heads share a key head where there are key heads and none says how
             many.
     """
@@ -101,12 +100,7 @@ def tiny_config(name: str, **options: Any) -> Any:
 
 
 def tiny(name: str, **options: Any) -> Any:
-    """A model of a class. Its weights are drawn from torch's generator.
-
-    Args:
-        name: of the class.
-        **options: fields of the config.
-    """
+    """A model of a class. Its weights are drawn from torch's generator."""
     return getattr(transformers, name)(tiny_config(name, **options))
 
 

@@ -32,14 +32,7 @@ _OTHER: dict[type[ast.cmpop], ast.cmpop] = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of a file.
-
-    Args:
-        line: where it is.
-        before: the code that is replaced.
-        after: what takes its place.
-        text: the whole file after the change.
-    """
+    """One change of a file."""
 
     line: int
     before: str

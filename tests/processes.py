@@ -27,10 +27,6 @@ def each(
     """Items with what the function returned, or with why it did not.
 
     Args:
-        function: importable by name; its answers can be pickled.
-        items: can be pickled.
-        processes: how many run at a time.
-        timeout: seconds for each.
         preload: the module that the server imports.
     """
     _CONTEXT.set_forkserver_preload([preload])

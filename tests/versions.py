@@ -27,23 +27,13 @@ def before(version: str) -> bool:
 
 
 def since(version: str, reason: str) -> None:
-    """Skips the running test on an older transformers.
-
-    Args:
-        version: the first in which it can pass.
-        reason: what is different before.
-    """
+    """Skips the running test on an older transformers."""
     if before(version):
         pytest.skip(f"before transformers {version}, {reason}")
 
 
 def torch_since(version: str, reason: str) -> None:
-    """Skips the running test on an older torch.
-
-    Args:
-        version: the first in which it can pass.
-        reason: what is different before.
-    """
+    """Skips the running test on an older torch."""
     if torch.__version__ < version:
         pytest.skip(f"before torch {version}, {reason}")
 

@@ -27,11 +27,7 @@ _MASKED = 1e20
 
 
 class Caller:
-    """One tiny model, and every way of calling it whose outputs have to agree.
-
-    Args:
-        pair: the architecture and its head.
-    """
+    """One tiny model, and every way of calling it whose outputs have to agree."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair

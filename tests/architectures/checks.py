@@ -59,12 +59,7 @@ _ANOTHER_SIZE: Way = methodcaller("of_another_size")
 
 
 def check_pair(pair: Pair, part: str | None = None) -> list[Record]:
-    """Builds the model of a pair and runs every check for every scheme, in every part of a model that has several.
-
-    Args:
-        pair: the architecture and its head.
-        part: only this part.
-    """
+    """Builds the model of a pair and runs every check for every scheme, in every part of a model that has several."""
     caller = Caller(pair)
     if pair.has_vocabulary_head:
         return [Checker(caller).record_of()]
@@ -373,9 +368,6 @@ class Checker:
         """Whether a way of calling the model computes what is expected.
 
         Args:
-            way: it.
-            expected: what it has to compute.
-            stock_holds: whether it does so in the stock model.
             whole: what computes `expected`. If it is given, a difference is measured again in float64.
         """
         value = attempt(lambda: self._distance(way(self.caller), expected), refusable=True)
@@ -388,9 +380,7 @@ class Checker:
         """A difference measured in float64, where rounding does not reach the bound.
 
         Args:
-            way: one way of calling the model.
             whole: the other. `None` calls the stock model in the same way.
-            bound: the largest difference.
         """
 
         def measured() -> float:

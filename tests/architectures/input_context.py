@@ -24,9 +24,6 @@ class Context:
     """One model, and the arguments that are being made for it.
 
     Args:
-        model: a tiny model.
-        pair: its architecture.
-        generator: of the random contents.
         size: 0 for the size that the config names, 1 for another resolution or duration.
     """
 

@@ -24,9 +24,6 @@ def inputs_for(model: PreTrainedModel, pair: Pair, *, seed: int = 7, size: int =
     """Arguments for one call with two samples.
 
     Args:
-        model: a tiny model.
-        pair: its architecture.
-        seed: of the random contents.
         size: 0 for the size that the config names, 1 for another resolution or duration.
     """
     context = Context(running(model), pair, torch.Generator().manual_seed(seed), size)

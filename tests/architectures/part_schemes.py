@@ -48,12 +48,7 @@ def schemes_of(columns: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def columns_of(part: str, stacks: list[Any]) -> str:
-    """Which of the three tables a part belongs to.
-
-    Args:
-        part: the name of the part.
-        stacks: its stacks, if it has any that can be patched.
-    """
+    """Which of the three tables a part belongs to."""
     last = part.rsplit(".", 1)[-1]
     if any(isinstance(stack.layout, Grid) for stack in stacks) or (last in _OF_PICTURES and not stacks):
         return "vision"

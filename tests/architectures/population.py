@@ -62,9 +62,7 @@ class Pair:
 
     Args:
         kind: a key of `KINDS`.
-        model_type: the config's model type.
         variant: a name for options other than the defaults; empty for the default config.
-        options: those options.
     """
 
     kind: str

@@ -37,7 +37,6 @@ def shrunk_tree(config: PreTrainedConfig, special: dict[str, int] | None = None)
     """Fields of a small config of the same class.
 
     Args:
-        config: the default config.
         special: ids of special tokens by name, shared by all configs of a model; filled on the way.
     """
     special = {} if special is None else special

@@ -20,8 +20,6 @@ class Shuffled:
     """A picture whose patches changed places, and where the model returns them.
 
     Args:
-        caller: the model and its inputs.
-        inputs: the inputs with the shuffled picture.
         order: the patch that is now in each place.
         prefix: number of tokens before the patches.
     """

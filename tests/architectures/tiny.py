@@ -14,12 +14,7 @@ from .shrinking_parts import per_head, per_layer, shrunk_tree
 
 
 def tiny_config(pair: Pair, **options: Any) -> Any:
-    """The shrunk config of a pair.
-
-    Args:
-        pair: the architecture.
-        **options: fields that win over everything else.
-    """
+    """The shrunk config of a pair."""
     config_class = CONFIG_MAPPING[pair.model_type]
     if not pair.has_vocabulary_head or {"encoder", "decoder"} <= set(config_class.sub_configs):
         return config_class(**shrunk_tree(config_class()) | dict(pair.options) | options)
@@ -52,12 +47,7 @@ def model_class(pair: Pair) -> type[PreTrainedModel]:
 
 
 def tiny_model(pair: Pair, **options: Any) -> PreTrainedModel:
-    """A model in evaluation mode whose every part, gates included, has an effect.
-
-    Args:
-        pair: the architecture.
-        **options: fields of the config.
-    """
+    """A model in evaluation mode whose every part, gates included, has an effect."""
     torch.manual_seed(0)
     model = model_class(pair)(tiny_config(pair, **options)).eval()
     torch.manual_seed(1)

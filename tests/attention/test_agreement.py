@@ -58,12 +58,7 @@ IN_BOTH = [label for label in IN_ENCODERS if label in IN_DECODERS]
 
 
 def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
-    """All pairs of a label and a case that takes it; by default one for each label, and they go round.
-
-    Args:
-        name: of the parameter for cases.
-        cases: the labels that each takes.
-    """
+    """All pairs of a label and a case that takes it; by default one for each label, and they go round."""
     pairs, chosen = [(label, case) for case, labels in cases.items() for label in labels], set()
     for index, label in enumerate(dict(pairs)):
         taking = [case for case, labels in cases.items() if label in labels]

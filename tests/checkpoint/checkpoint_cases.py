@@ -79,9 +79,6 @@ class Case:
     """A model of one family with one scheme.
 
     Args:
-        build: makes the stock model.
-        scheme: its name.
-        options: of the scheme.
         every_route: whether it is saved in every form and loaded by every function.
         lengths: of a model that is extended to 1,024 tokens: in its config, in force, native; after `unpatch_model` in
             its config and for generation.

@@ -198,7 +198,6 @@ class Method(NamedTuple):
     """A kind of adapter.
 
     Args:
-        config: makes its config.
         merged: whether PEFT loads an adapter that was merged when it was saved.
         beside: whether PEFT loads it beside another one.
     """

@@ -72,9 +72,7 @@ def moments(place: Path, pristine: Path | None, save: Callable[[], Any]) -> Iter
     """Kills a save at each of its operations. Yields where it has left other files than before, and at its end.
 
     Args:
-        place: holds the folder that is written.
         pristine: its content before; `None` if it does not exist.
-        save: writes `place / "model"`.
 
     Yields:
         Whether the save was killed.

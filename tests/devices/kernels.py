@@ -88,11 +88,7 @@ def _listened() -> Iterator[list[str]]:
 
 
 def model_of(scheme: str | None, dtype: torch.dtype) -> Any:
-    """A small Llama with grouped heads, on the device of the tests.
-
-    Raises:
-        PositionEncodingError, ValueError: if the scheme is not for such a model.
-    """
+    """A small Llama with grouped heads, on the device of the tests."""
     config = None if scheme is None else SCHEMES[scheme]
     with torch.device("cpu"), warnings.catch_warnings(action="ignore"):
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

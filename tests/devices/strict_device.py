@@ -60,11 +60,7 @@ def _rule(function: dict[str, Any], functions: dict[str, dict[str, Any]]) -> int
 
 
 def load() -> types.ModuleType:
-    """Builds the extension, or takes the one that was built, and registers the device.
-
-    Raises:
-        RuntimeError: if it cannot be built.
-    """
+    """Builds the extension, or takes the one that was built, and registers the device."""
     from torch.utils import cpp_extension
 
     global loaded

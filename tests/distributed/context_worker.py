@@ -221,7 +221,6 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     """What this process finds.
 
     Args:
-        folder: not used.
         everything: every scheme in several ways, and nothing else.
     """
     warnings.simplefilter("ignore")

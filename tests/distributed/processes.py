@@ -28,8 +28,6 @@ def run_two(worker: str, folder: Path, *, everything: bool = False) -> list[dict
 
     Args:
         worker: a module of `tests.distributed` whose `main` takes a folder and `everything`, and returns findings.
-        folder: given to it.
-        everything: given to it.
     """
     program = (
         "import sys; from pathlib import Path; from tests.distributed.processes import take_part\n"
@@ -71,13 +69,7 @@ def full(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def resaved(whole: Any, folder: Path, **shares: Any) -> dict[str, float]:
-    """The differences of a patched model that two processes load, and of what they save, from the model of one.
-
-    Args:
-        whole: the model.
-        folder: takes both checkpoints.
-        **shares: how the processes share the loaded model.
-    """
+    """The differences of a patched model that two processes load, and of what they save, from the model of one."""
     first = dist.get_rank() == 0
     if first:
         whole.save_pretrained(folder / "one")
@@ -99,8 +91,6 @@ def largest(found: dict[str, Tensor], expected: dict[str, Tensor], small: float 
     What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
 
     Args:
-        found: by the name of the parameter.
-        expected: the same.
         small: gradients below this share of the largest one count as large as that.
     """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()

@@ -181,7 +181,6 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     """What this process finds.
 
     Args:
-        folder: takes checkpoints.
         everything: every scheme in every way, and nothing else.
     """
     warnings.simplefilter("ignore")

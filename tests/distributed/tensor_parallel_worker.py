@@ -259,7 +259,6 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     """What this process finds.
 
     Args:
-        folder: takes models.
         everything: every scheme in every way, which takes minutes.
     """
     warnings.simplefilter("ignore")

@@ -12,11 +12,7 @@ _POINTS = ("href", "src", "data")
 
 
 class Page(HTMLParser):
-    """The anchors of a page, what it links to or shows, and its text.
-
-    Args:
-        path: an HTML file.
-    """
+    """The anchors of a page, what it links to or shows, and its text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -34,8 +34,6 @@ def build(config: dict[str, Any], heads: int, causal: bool, weights: str | None)
 
     Args:
         config: with names instead of nested configs.
-        heads: number of heads.
-        causal: whether the place is a causal model.
         weights: "initial", "trained" or "minilm"; `None` for the start value of a nested scheme.
     """
     context = BuildContext(HIDDEN_SIZE, heads, HEAD_DIM, causal=causal, max_positions=64)

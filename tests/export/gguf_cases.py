@@ -52,7 +52,6 @@ def byte_tokenizer(split: Any = None, **options: Any) -> PreTrainedTokenizerFast
 
     Args:
         split: how a text is split into words; GPT-2's rule by default.
-        **options: of the tokenizer.
     """
     words = {"<s>": 0, "</s>": 1}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -108,11 +107,7 @@ def charsmap() -> bytes:
 
 
 def unigram_tokenizer(normalized: bool = True) -> Any:
-    """A T5 tokenizer with a few pieces.
-
-    Args:
-        normalized: whether it has a map of characters.
-    """
+    """A T5 tokenizer with a few pieces."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("▁d", -3.5), ("og", -3.2)]
     pieces += [("the", -4.1), ("12", -4.0), ("fi", -4.5)]
     pieces += [(letter, -5.0 - place / 50) for place, letter in enumerate("abcdefghijklmnopqrstuvwxyzDITMCH0123.,'!?")]
@@ -121,12 +116,7 @@ def unigram_tokenizer(normalized: bool = True) -> Any:
 
 
 def word_piece_tokenizer(words: str = "", **options: Any) -> Any:
-    """A BERT tokenizer with a few pieces.
-
-    Args:
-        words: more pieces, separated by spaces.
-        **options: of the tokenizer.
-    """
+    """A BERT tokenizer with a few pieces."""
     pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] the dog do ##g ##s a b ##c ! ? . 1 ##2 é e 日 a b ##a ##b The"
     found = dict.fromkeys([*pieces.split(), *words.split()])
     return BertTokenizer(vocab={piece: place for place, piece in enumerate(found)}, **options)

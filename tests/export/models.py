@@ -13,11 +13,5 @@ from tests.models import tiny
 
 
 def visible(name: str, scheme: str | SchemeConfig | None = None, **options: Any) -> PreTrainedModel:
-    """A tiny model of a class, the same in every call.
-
-    Args:
-        name: of the class.
-        scheme: what it is patched with; `None` for a stock model.
-        **options: fields of its config.
-    """
+    """A tiny model of a class, the same in every call."""
     return made(scheme, build=partial(tiny, name, **options))

@@ -41,10 +41,8 @@ class Runtime:
     """A column of the page.
 
     Args:
-        name: heading.
         target: value of `to=`, or the name of an engine in `ENGINES`.
         mode: which of the measured differences it shows.
-        options: options of the target.
         of: the precision, where an export is checked in several.
     """
 

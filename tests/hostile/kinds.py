@@ -21,7 +21,6 @@ class Input:
     """A file as it is after the damage.
 
     Args:
-        what: the damage, in words.
         place: what stands where the file was: bytes, or what puts something else there.
         neutral: whether it still means the same.
         words: of which an error has to name one, beside the file.

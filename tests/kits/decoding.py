@@ -14,8 +14,6 @@ def decoded(model: Any, ids: Tensor, cache: Any, pieces: Sequence[int], start: i
     """The logits of all pieces, `(batch, tokens, vocabulary)`.
 
     Args:
-        model: a decoder.
-        ids: `(batch, length)`.
         cache: is filled. If it is `None`, the model makes one.
         pieces: the number of tokens of each call.
         start: number of tokens that are in the cache already.

@@ -61,7 +61,6 @@ def cells(architectures: Iterable[str], turn: int) -> Any:
     build.
 
     Args:
-        architectures: the builds.
         turn: number of the behaviour, which decides where it begins to count to four.
     """
     pairs = [

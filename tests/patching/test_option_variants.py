@@ -73,7 +73,6 @@ def variants(name: str, step: int) -> dict[SchemeConfig, list[tuple[str, Any]]]:
     """The configs that set at most two options of a scheme, each with what it sets.
 
     Args:
-        name: of the scheme.
         step: one in so many of the pairs of options is taken.
     """
     config = get_scheme(name)

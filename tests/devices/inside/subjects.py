@@ -40,11 +40,7 @@ class Subject:
     part: str | None = None
 
     def model(self, scheme: str) -> Any:
-        """The patched model on the CPU; the same weights in each call.
-
-        Raises:
-            PositionEncodingError: if it cannot take the scheme.
-        """
+        """The patched model on the CPU; the same weights in each call."""
         with torch.device("cpu"):
             torch.manual_seed(0)
             return placed(self.build().eval(), SCHEMES[scheme], part=self.part)

@@ -50,8 +50,6 @@ def measure(plan: Plan, work: Path, machine: Mapping[str, Any], bases: Mapping[s
     """Makes the models and exports that are missing, and measures.
 
     Args:
-        plan: what is measured.
-        work: the folder of models and exports.
         machine: of `describe_machine`.
         bases: the checkpoints of the stock models, "smollm2" and "minilm".
         command: the command line, for the page.
@@ -101,11 +99,7 @@ def speech_tokens(source: Path) -> list[int]:
 
 
 def windows(tokens: list[int], count: int, length: int) -> list[list[int]]:
-    """Pieces of one length, spread over a text.
-
-    Raises:
-        BenchmarkError: if the text is too short.
-    """
+    """Pieces of one length, spread over a text."""
     if len(tokens) < count * length:
         raise BenchmarkError(f"The text has {len(tokens)} tokens, too few for {count} pieces of {length}.")
     starts = [index * (len(tokens) - length) // max(1, count - 1) for index in range(count)]
@@ -118,11 +112,6 @@ def decoded(
     """Compares next tokens and greedy texts of a variant in all programs with those in transformers.
 
     Args:
-        variant: which it is.
-        source: its checkpoint.
-        exports: its exports.
-        plan: the sizes.
-        pieces: the text that is read.
         long: the number of tokens of one long prompt, without greedy texts; `None` for the pieces of a text.
     """
     model = loaded(source, "smollm2")

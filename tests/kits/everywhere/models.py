@@ -43,7 +43,6 @@ def made(place: Path, settings: Mapping[str, Any], make: Callable[[Path], None])
     """A folder, made if it does not exist or was made with other settings.
 
     Args:
-        place: the folder.
         settings: everything that its content depends on. JSON-ready.
         make: is given the path of the folder, which does not exist.
     """

@@ -15,8 +15,6 @@ class Variant:
 
     Args:
         name: in tables and of its folder.
-        scheme: name of its scheme; empty for the stock model.
-        options: of the scheme.
         healing_steps: steps of training after the swap.
     """
 

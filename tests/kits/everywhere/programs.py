@@ -62,7 +62,6 @@ def predictions(start: Callable[[], Read], windows: Sequence[Sequence[int]], pro
 
     Args:
         start: returns a reader of a new text.
-        windows: token ids.
         prompt: the number of tokens that are read in pieces.
         last: the number of places that are kept; 0 for all.
     """

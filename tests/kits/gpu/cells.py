@@ -32,7 +32,6 @@ class Part:
     """One of the parts of the kit.
 
     Args:
-        device: "cuda" or "cpu".
         smoke: whether everything is so small that a CPU runs it in seconds.
     """
 
@@ -57,8 +56,6 @@ class Block:
     """Cells that one process runs.
 
     Args:
-        part: whose cells they are.
-        cells: in order.
         end: the clock after which none is begun.
         seconds: after the first one, time in which others are begun.
     """
@@ -89,11 +86,6 @@ class Block:
 
 def run_part(name: str, options: Namespace, command: str) -> None:
     """Runs the cells of a part that have no row yet, until its time is up.
-
-    Args:
-        name: of the part.
-        options: of the command line.
-        command: the words that repeat the run.
 
     Raises:
         BenchmarkError: if the device does not exist, or the file was begun on another machine, with other code of the
@@ -128,8 +120,6 @@ def run_cells(part: Part, file: PartFile, workers: int, seconds: float, cell_sec
     """Runs the cells without a row: first many in a process, then those of processes that ended early one by one.
 
     Args:
-        part: whose cells they are.
-        file: where rows go.
         workers: processes at a time.
         seconds: after which no cell is begun.
         cell_seconds: after which a cell hangs.

@@ -30,11 +30,8 @@ class Bench:
     """Two copies of one model.
 
     Args:
-        kind: `DECODER` or `ENCODER`.
         model: on the device, in the dtype and with the backend that are checked.
         reference: on the CPU, in float64, with eager attention, of the same weights in the same dtype.
-        device: "cuda" or "cpu".
-        compiler: the backend of `torch.compile`.
         length: tokens of a short input.
         long: tokens of a long one, which kernels take in blocks.
     """

@@ -23,9 +23,6 @@ Row = dict[str, Any]
 class PartFile:
     """The file of a part.
 
-    Args:
-        path: of the file, which is read if it exists.
-
     Raises:
         BenchmarkError: if the file cannot be read.
     """

@@ -23,11 +23,7 @@ _SAID = {
 
 
 def format_kit(files: Mapping[str, PartFile]) -> str:
-    """The text of `table.md`.
-
-    Args:
-        files: of the parts that were run.
-    """
+    """The text of `table.md`."""
     sections = ["# hf_posenc on this machine"]
     tables = {"correctness": _correctness, "launches": _launches}
     for part, file in files.items():

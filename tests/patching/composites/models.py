@@ -33,9 +33,7 @@ class Composite:
     """One architecture of images and text.
 
     Args:
-        build: makes the model.
         image_tokens: number of placeholders of one image.
-        pixels: makes the arguments for a number of images.
     """
 
     build: Callable[[], PreTrainedModel]
