@@ -383,6 +383,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: neox("alibi"), "mpt: the model adds attention and feed-forward to the same residual"),
     (lambda: t5("alibi"), f"has 32 buckets of distances.*AlibiBias {_BUCKET}"),
     (lambda: t5(T5Config(max_distance=300)), f"T5Bias {_BUCKET}"),
+    (lambda: t5("shaw"), "ShawBias reads more"),
     (lambda: t5("sinusoidal"), r"adds vectors to the embeddings \(Sinusoidal"),
     (lambda: t5("rope"), "changes queries and keys"),
     (lambda: t5(num_decoder_layers=3), "3 layers in the decoder and 2 in the encoder"),

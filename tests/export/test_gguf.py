@@ -428,6 +428,8 @@ def test_llama_cpp_has_the_buckets_of_t5(count: int, bidirectional: bool) -> Non
     distance = torch.arange(-5000, 5001)
     expected = relative_position_bucket(distance, count, 128, bidirectional)
     assert torch.equal(llama_cpp_bucket(distance, count, bidirectional), expected)
+    with pytest.raises(UnsupportedError, match="no 256 buckets for a direction"):
+        llama_cpp_bucket(distance, 512 if bidirectional else 256, bidirectional)
 
 
 def test_transformers_reads_the_experts_of_a_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from docs.generate.runtimes import page
 from tests.export.runtimes import RUNTIMES, SCHEMES, outcome
+from tests.thinning import mostly_slow
 from tests.versions import EXPORTER, since
 
 ROOT = Path(__file__).parents[2]
@@ -20,17 +21,19 @@ EXPORTS = {
     for model, runtimes in RUNTIMES.items()
     for runtime in runtimes
 }
-CASES = [
-    pytest.param(
-        model,
-        target,
-        scheme,
-        marks=[pytest.mark.slow] if target in SLOW_TARGETS else [],
-        id=f"{model}-{target}-{scheme}",
-    )
-    for model, target in EXPORTS
-    for scheme in SCHEMES
-]
+
+
+def quick() -> set[tuple[str, str, str]]:
+    """All exports, and for each reason of a refusal the first scheme that has it."""
+    kept: dict[tuple[str, ...], tuple[str, str, str]] = {}
+    for case in ((*place, scheme) for place in EXPORTS for scheme in SCHEMES):
+        model, target, scheme = case
+        recorded = RECORD["cells"][model][target].get(scheme, {})
+        kept.setdefault((model, target, recorded["because"]) if "refused" in recorded else case, case)
+    return {case for case in kept.values() if case[1] not in SLOW_TARGETS}
+
+
+CASES = mostly_slow([(*place, scheme) for place in EXPORTS for scheme in SCHEMES], quick().__contains__)
 
 
 @pytest.mark.parametrize(("model", "target", "scheme"), CASES)
