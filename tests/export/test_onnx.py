@@ -7,7 +7,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import onnx
@@ -203,10 +203,16 @@ def test_an_exporter_that_returns_other_programs_is_refused(tmp_path: Path, monk
         ({"quantize": "no"}, UsageError, "True or False"),
         ({"opset_version": "20"}, UsageError, "a number"),
         ({"opset": 17}, UnknownNameError, "opset_version"),
-        ({"opset_version": 5}, UnsupportedError, "opset_version=5; the exporter wrote version"),
+        ({"opset_version": 5}, UnsupportedError, "opset_version=5; the exporter wrote version 18"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_options_are_checked(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    since(*EXPORTER)
+    # It returns the graph that it could not convert.
+    unconverted = SimpleNamespace(program=SimpleNamespace(opset_imports={"": 18}))
+    monkeypatch.setattr("transformers.exporters.OnnxExporter.export", lambda *_, **__: unconverted)
     with pytest.raises(error, match=message):
         to_onnx(visible(BERT), tmp_path / "out", **options)
 

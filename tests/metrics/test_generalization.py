@@ -73,8 +73,12 @@ class TestTasks:
         task, generator = SYNTHETIC_TASKS[name], np.random.default_rng(0)
         for length in range(1, 10):
             # Each of 256 prompts is missed by 20 * 256 draws with probability exp(-20).
-            drawn = {task.example(length, generator).prompt for _ in range(20 * 256)}
-            assert is_split(task, length) == (len(drawn) >= 256)
+            drawn = set()
+            for _ in range(20 * 256):
+                drawn.add(task.example(length, generator).prompt)
+                if len(drawn) == 256:
+                    break
+            assert is_split(task, length) == (len(drawn) == 256)
 
     def test_parity_and_the_split_are_unrelated(self):
         task = SYNTHETIC_TASKS["parity"]
