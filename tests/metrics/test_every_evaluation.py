@@ -106,17 +106,12 @@ def test_a_scheme_is_measured_alone_as_in_company_and_one_that_is_refused_is_a_r
     folder = folders.get(ROWS[name][0])
     together = evaluated(name, folder, ["alibi", REFUSED, "sinusoidal"])
     assert [subject.scheme for subject in together.subjects] == ["alibi", "rope", "sinusoidal"]
-    assert list(together.of("sinusoidal")) == list(evaluated(name, folder, ["sinusoidal"]).of())
+    assert list(together.of("sinusoidal")) == list(evaluated(name, folder, "sinusoidal").of())
     assert "would rotate 1024" in together.subjects[1].error
     assert list(together.of("rope")) == []
     for markdown in (False, True):
         assert f"cannot be measured: {together.subjects[1].error}" in together.table(markdown=markdown)
     assert Result.from_dict(json.loads(json.dumps(together.to_dict(), allow_nan=False))) == together
-
-
-def test_a_single_scheme_needs_no_list(name: str, folders: dict[str, str]) -> None:
-    folder = folders.get(ROWS[name][0])
-    assert evaluated(name, folder, "alibi") == evaluated(name, folder, ["alibi"])
 
 
 def test_an_unknown_scheme_is_refused_before_anything_is_measured(name: str, folders: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from hf_posenc.schemes import AlibiConfig, RopeConfig
 from tests.checkpoint.checkpoint_cases import randomize
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
-from tests.patching.vision.models import image, vit
+from tests.patching.vision.models import vit
 
 LLAVA = COMPOSITES["llava"]
 SAMPLE = torch.randint(10, 90, (4, 24), generator=torch.Generator().manual_seed(3))
@@ -95,17 +95,6 @@ def test_a_phase_of_mrope_is_placed_once() -> None:
     phases = SchemePhases(((0, "mrope"),))
     assert phases.apply(model, 0)
     assert not phases.apply(model, 1)
-
-
-@pytest.mark.parametrize(("scheme", "options"), [("learned", {}), ("sinusoidal", {"axes": 2}), ("alibi", {"axes": 2})])
-def test_swaps_in_a_model_of_images_start_as_a_patch(scheme: str, options: dict[str, Any]) -> None:
-    swapped, placed = vit(), vit()
-    torch.manual_seed(5)
-    swap = swap_scheme(swapped, scheme, **options)
-    torch.manual_seed(5)
-    patch_model(placed, scheme, **options)
-    assert swap.part == "vision"
-    assert torch.equal(swapped(image()).logits, placed(image()).logits)
 
 
 @pytest.mark.parametrize("make", [vit, LLAVA.model], ids=["vit", "llava"])

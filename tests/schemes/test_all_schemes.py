@@ -431,23 +431,6 @@ def test_logits_equal_their_reference(row: Row, config: SchemeConfig, trained: b
     assert (logits - plain[0]).where(visible, 0.0).abs().max() > 1e-3
 
 
-@kind("logits", "map")
-def test_a_shift_changes_no_logit_of_a_relative_scheme(row: Row, config: SchemeConfig, trained: bool):
-    mark = (row.causal_marks or row.marks)[2]
-    if mark == "." or (row.reach and row.reach[0] is not None and row.reach[0] < 400):
-        pytest.skip("it has no such property, or encodes fewer tokens")
-    parts = parts_for(config, trained)
-    ids, length = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21, 34, 55]]), torch.tensor([[400]])
-    query, key, hidden = heads_of(Positions(ids, length))
-    near, far = (
-        positional_logits(parts, query, key, Positions(ids + shift, length), hidden).tril() for shift in (0, 307)
-    )
-    # Angles in float32: at position 350 their rounding moves a logit of size 10 by less than 1e-3.
-    assert torch.allclose(near, far, rtol=1e-4, atol=2e-3) == (mark == "+")
-    if parts.query_key_map is None and mark == "+":
-        assert torch.equal(near, far)
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers how many elements the largest tensor had that any operation made."""
 

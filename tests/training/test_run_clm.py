@@ -150,21 +150,6 @@ def test_the_best_checkpoint_is_what_a_run_ends_with(texts: Path, tmp_path: Path
     assert results(tmp_path / "out")["eval_loss"] == max(evaluated)
 
 
-def test_tensorboard_gets_the_curve(texts: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    assert run(words(texts, tmp_path / "out", report_to="tensorboard", max_steps=3)) == 0
-    files = list((tmp_path / "board").rglob("events*"))
-    points: dict[str, list[float]] = {}
-    for file in files:
-        board = EventAccumulator(str(file)).Reload()
-        points |= {tag: [event.value for event in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-    assert points["train/loss"] == pytest.approx(losses(tmp_path / "out"))
-    assert "eval/loss" in points
-
-
 def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: Path) -> None:
     found = {}
     ways: dict[str, dict[str, Any]] = {
