@@ -123,16 +123,6 @@ def test_llama_cpp_gives_the_same_numbers(
         assert not (model.config.tie_word_embeddings and "output.weight" in tensors(tmp_path / "out"))
 
 
-def test_trained_positions_are_in_the_file(tmp_path: Path) -> None:
-    model = gpt2("learned")
-    with torch.no_grad():
-        for weight in model.position_encoding.parameters():
-            weight.normal_(std=0.5)
-    assert worst(exported(model, tmp_path / "out"), END) < SAME_GELU
-    rows = torch.tensor(tensors(tmp_path / "out")["position_embd.weight"].data)
-    assert torch.equal(rows, next(model.position_encoding.parameters()).detach())
-
-
 STORED = {"blk.0.attn_q.weight": "Q8_0", "rope_freqs.weight": "F32", "output_norm.weight": "F32"}
 ROUTED = {"blk.0.ffn_gate_inp.weight": "F32", "blk.0.ffn_up_exps.weight": "Q8_0", "blk.0.attn_q_norm.weight": "F32"}
 TABLES = {f"{side}.blk.0.attn_rel_b.weight": "F32" for side in ("enc", "dec")} | {"enc.blk.0.attn_q.weight": "Q8_0"}

@@ -92,20 +92,6 @@ def test_a_draw_fits_the_positions_it_is_for_whatever_was_drawn_before(order, se
     assert torch.equal(draws[1], plain(shifted.renumber(alone)))
 
 
-def test_segments_are_drawn_for_as_many_as_there_are():
-    """Three segments of 8 positions to draw from, in a sequence of 12 tokens."""
-    parts = build(HierarchicalConfig(segment=RandomizedConfig(AlibiConfig(), max_position=8), segment_length=4), True)
-    mapped = parts.logit_bias
-    seen = set()
-    for seed in range(30):
-        torch.manual_seed(seed)
-        ids = mapped.inner.position_map(mapped.position_map.renumber(positions_of(12)))[0]
-        assert (ids[::4].diff() > 0).all()
-        assert ids.max() < 8
-        seen.add(tuple(ids[::4].tolist()))
-    assert len(seen) > 10
-
-
 def test_tables_with_fewer_rows_than_can_be_drawn_are_refused():
     for inner in (LearnedConfig(num_positions=63), ComposedConfig((LearnedConfig(num_positions=63), RopeConfig()))):
         with pytest.raises(ValueError, match=r"positions only.*Give LearnedConfig\.num_positions=64"):
