@@ -228,8 +228,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("scheme", JOINED)
+@pytest.mark.parametrize(("scheme", "step"), in_turn(JOINED, STEPS))
 def test_what_layers_compute_together_has_the_gradients_of_layers_that_compute_alone(
     scheme: str, step: Callable[[Any, Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
