@@ -90,7 +90,7 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
 
 def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> dict[str, Any]:
     """The arguments of a run where the module is, and of its dtype."""
-    declared = architecture_of(module.config).example_inputs
+    declared = architecture_of(module).example_inputs
     if declared is None:
         kind = layout_of(module)
         given = kind.example(module, length)

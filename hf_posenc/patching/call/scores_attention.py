@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.cache_checks import refuse_unknown_keys
 from hf_posenc.patching.call.interface_attention import Rebound, RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -63,6 +64,8 @@ class ScoresAttention(Rebound, AttentionSite):
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             encoding = self.encoding
+            if self.is_other_code and not self.runtime.layout.has_axes:
+                refuse_unknown_keys(call.state, key.shape[-2], self.module)
             changes = not call.rotations or encoding.rotates_by_input or encoding.logit_scale is not None
             if not changes and not adds_bias:
                 return query, key

@@ -31,7 +31,7 @@ _SIZE = "image_size"
 _INTERPOLATIONS = (
     "interpolate_pos_encoding", "_resize_pos_embed", "interpolation", "_interpolate_position_embedding",
 )  # fmt: skip
-#: Methods that return the table as `(1, rows, columns, hidden)`, without prefix rows.
+#: Methods that return the table as `(1, rows, columns, hidden)`, without prefix rows, or the rows that they are given.
 _MAPS = ("get_absolute_positions", "_get_pos_embed")
 #: Functions with which a module reads its table at the places of patches, whatever their number. Such a module adds the
 #: result to the patches and returns the sum.
@@ -180,7 +180,10 @@ class GridTableSite(Viewed, PlacedForward):
         return vectors if table.dim() == 3 else vectors.squeeze(0)
 
     def _map(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """`(1, rows, columns, hidden)`: the vectors of the patches."""
+        """`(1, rows, columns, hidden)`: the vectors of the patches. Those of a list of rows are its first argument."""
+        if args and self.native(name).dim() == 3:
+            given: Tensor = args[0]
+            return given
         state = self.runtime.states.top
         assert isinstance(state, GridState)
         assert state.grid is not None
