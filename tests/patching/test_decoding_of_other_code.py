@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc import Architecture, UnsupportedError, patch_model, unpatch_model
+from hf_posenc.patching.anatomy.architectures import declaration
 from tests.kits.decoding import decoded
 from tests.matrix.running import tokens
 
@@ -50,6 +51,11 @@ def apply_rotary_four(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_i
 @torch.jit.script
 def apply_rotary_script(x: Tensor, cos: Tensor) -> Tensor:
     return x * cos
+
+
+@torch.compile(backend="eager")
+def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 class TableRotary(nn.Module):
@@ -106,9 +112,12 @@ class Attention(nn.Module):
             if self.held is not None and mask.shape[-1] > mask.shape[-2]:
                 key, value = (torch.cat(pair, 2) for pair in zip(self.held, (key, value), strict=True))
             self.held = key, value
-        scores = query @ key.transpose(2, 3) / math.sqrt(HEAD) + mask
-        output = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
-        return self.projections[3](output), (key, value)
+        if self.shape == "compiled":
+            output = compiled_attention(query, key, value, mask)
+        else:
+            scores = query @ key.transpose(2, 3) / math.sqrt(HEAD) + mask
+            output = scores.softmax(-1) @ value
+        return self.projections[3](output.transpose(1, 2).flatten(2)), (key, value)
 
     def forward(self, hidden_states: Tensor, mask: Tensor, position_ids: Tensor, cache: Any = None) -> Any:
         query, key, value, _ = self.heads(hidden_states, cache)
@@ -246,6 +255,36 @@ def test_decoding_equals_a_full_forward(shape: str) -> None:
         assert torch.equal(*beams)
     unpatch_model(model)
     assert torch.equal(model(ids, use_cache=False).logits, stock)
+
+
+@torch.no_grad()
+def test_a_function_that_other_code_compiles_is_seen() -> None:
+    model, without, ids = outsider("compiled"), outsider(""), tokens(2, 9)
+    expected = model(ids).logits
+    for scheme in ("native", "none", "alibi", "rope"):
+        same = patch_model(without, scheme)(ids).logits
+        torch.testing.assert_close(patch_model(model, scheme)(ids).logits, same, rtol=0, atol=1e-4)
+    unpatch_model(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+class Renamed(OutsideDecoder):
+    """Has another name for its tokens."""
+
+    def forward(self, src: Tensor) -> CausalLMOutputWithPast:  # type: ignore[override]
+        return super().forward(src, use_cache=False)
+
+
+@torch.no_grad()
+def test_tokens_may_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, without, ids = outsider("", Renamed), outsider(""), tokens(2, 9)
+    with pytest.raises(UnsupportedError, match=r"its arguments: src\)\. State the arguments"):
+        patch_model(model, "alibi")
+    same = {scheme: patch_model(without, scheme)(ids).logits for scheme in ("native", "none", "alibi")}
+    inputs = Architecture(causal=True, example_inputs=lambda module, length: {"src": torch.arange(length)[None]})
+    monkeypatch.setitem(declaration._ARCHITECTURES, "outside_decoder", inputs)
+    for scheme, expected in same.items():
+        torch.testing.assert_close(patch_model(model, scheme)(src=ids).logits, expected, rtol=0, atol=1e-4)
 
 
 def test_tables_that_are_extended_with_other_frequencies_are_not_described() -> None:

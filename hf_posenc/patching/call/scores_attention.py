@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +113,7 @@ class ScoresAttention(Rebound, AttentionSite):
         depth = len(calls)
         try:
             calls.append(call)
-            with CacheUpdateHook(cache, self.update_cache, call), mode:
+            with CacheUpdateHook(cache, self.update_cache, call), self.without_compiling(), mode:
                 output = self._forward(subject, *args, **kwargs)
         finally:
             del calls[depth:]
@@ -123,6 +124,11 @@ class ScoresAttention(Rebound, AttentionSite):
             )
         self.note_rotation(call)
         return output
+
+    def without_compiling(self) -> Any:
+        """Context manager in which functions that other code compiles by itself show their products to the mode."""
+        apart = self.is_other_code and not torch.compiler.is_compiling()
+        return torch.compiler.set_stance("force_eager") if apart else nullcontext()
 
     def _silenced(self, name: str, value: Any) -> Any:
         silenced = name in self.bias_arguments and isinstance(value, Tensor)
