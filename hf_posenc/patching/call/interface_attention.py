@@ -45,11 +45,10 @@ from hf_posenc.patching.forwards import (
     PlacedForward,
     functions_called,
     in_decorators,
-    is_of_transformers,
+    is_other_code,
     names_used,
     rebind,
     unknown_seam,
-    written_in,
 )
 from hf_posenc.schemes.weights import number_in_graph
 
@@ -70,7 +69,7 @@ class Rebound(PlacedForward):
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
         super().__init__(module, runtime, encoding)
         self.calls: PerThread[LayerCall] = PerThread()
-        self.is_other_code = not is_of_transformers(written_in(inspect.unwrap(self._decorated)))
+        self.is_other_code = is_other_code(self._decorated)
         self._rebind_forward()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
