@@ -121,8 +121,9 @@ class GridTableSite(Viewed, PlacedForward):
                 lambda view: getattr(self.runtime.states.top, "pixels", None) or module.__dict__[_SIZE]
             )
         if main is not None:
-            methods: dict[str, Callable[..., Tensor]] = dict.fromkeys(_INTERPOLATIONS, self._as_table)
-            methods |= {_MAP: self._map, _GIVEN: self._as_given, _RESIZING: self._resized}
+            methods: dict[str, Callable[..., Tensor]] = {_MAP: self._map, _GIVEN: self._as_given}
+            methods |= dict.fromkeys(_INTERPOLATIONS, self._as_table)
+            methods[_RESIZING] = self._resized
             for name, vectors in methods.items():
                 if hasattr(module, name):
                     replaced[name] = self._instead(main, name, vectors)
@@ -159,7 +160,7 @@ class GridTableSite(Viewed, PlacedForward):
         """The vectors in place of an interpolated table: a map if the table is one."""
         return self._map(name) if self.native(name).dim() == 4 else self.vectors(name)
 
-    def _as_given(self, name: str, table: Tensor, *sizes: Any) -> Tensor:
+    def _as_given(self, name: str, table: Any, *sizes: Any) -> Any:
         """The vectors in place of a resized table. The rows that are given are those of the view."""
         return self._map(name) if self.native(name).dim() == 4 else table
 
