@@ -147,6 +147,12 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
     return copied if closure == tuple(cells) else _copied(decorated, decorated.__code__, decorated.__globals__, closure)
 
 
+@functools.lru_cache(maxsize=1024)
+def is_other_code(forward: Any) -> bool:
+    """Whether the code inside the decorators of a forward is from outside transformers."""
+    return not is_of_transformers(written_in(inspect.unwrap(forward)))
+
+
 def leads_to(forward: Any, ours: Any, module: nn.Module) -> bool:
     """Whether a forward is `ours`, or a wrapper that holds it.
 

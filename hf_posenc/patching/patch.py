@@ -143,7 +143,7 @@ def place_scheme(
     # Defaults that depend on the length use the native one, even if the config has been given another since.
     with at_native_lengths(model.config):
         encoding = transaction.plan(whole, kept=_kept(previous, changed))
-    if (limits := architecture_of(model.config).limits) is not None:
+    if (limits := architecture_of(model).limits) is not None:
         for stack in encoding.stacks.values():
             if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
                 limits.refuse(stack.needs(), encoding.label)

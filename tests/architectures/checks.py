@@ -271,7 +271,7 @@ class Checker:
             return value
         if scheme != "none":
             return above(value)
-        kept = architecture_of(self.model.config).kept
+        kept = architecture_of(self.model).kept
         finding = at_most(value, KEPT_BOUND if kept else SAME_BOUND)
         finding.note = "; ".join(kept) if value > SAME_BOUND else ""
         return finding
@@ -331,7 +331,7 @@ class Checker:
         if isinstance(logits, Finding):
             self.found["logits"] = logits
         elif logits is not None:
-            kept = [reason for reason in architecture_of(self.model.config).kept if "padding" in reason]
+            kept = [reason for reason in architecture_of(self.model).kept if "padding" in reason]
             for name, (compute, stock_holds) in self.ways.items():
                 self.found[name] = self._same(compute, logits, stock_holds, _LOGITS)
                 if kept and "padding" in name and self.found[name].verdict == "fail":

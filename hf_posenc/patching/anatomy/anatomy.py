@@ -26,7 +26,7 @@ from hf_posenc.patching.anatomy.discovery import (
     position_tables,
     read_attentions,
 )
-from hf_posenc.patching.anatomy.rotary_functions import number_of_axes
+from hf_posenc.patching.anatomy.rotary_functions import number_of_axes, returns_tables
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, NamedModule, PositionTable
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, parameters_of, written_in
 
@@ -117,7 +117,7 @@ class Stack:
     @cached_property
     def architecture(self) -> Architecture:
         """The declaration of its architecture."""
-        return architecture_of(self.module.config)
+        return architecture_of(self.module)
 
     def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
         """The members that `wanted` accepts, in the order in which layers are counted."""
@@ -166,7 +166,10 @@ class Stack:
         """Its rotary modules."""
         tables = {id(table.module) for table in self.tables}
         named = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
-        return [NamedModule(*each) for each in named if "position_ids" in parameters_of(type(each[1]).forward)]
+        known = (
+            each for each in named if "position_ids" in parameters_of(type(each[1]).forward) or returns_tables(each[1])
+        )
+        return [NamedModule(*each) for each in known]
 
     @cached_property
     def has_other_code(self) -> bool:
@@ -321,7 +324,7 @@ class Anatomy:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        architecture_of(model.config).refuse(model)
+        architecture_of(model).refuse(model)
         walked = modules_by_stack(model)
         name_parts(model, walked)
         self._stacks = [stack for stack in walked if stack.self_attentions]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures import Architecture
+from hf_posenc.patching.anatomy.architectures import Architecture, has_stock_code
 from hf_posenc.patching.anatomy.rotary_functions import (
     first_angles,
     has_inverse_frequencies,
@@ -200,7 +200,7 @@ def _is_causal(module: nn.Module, stack: Stack) -> bool:
         return False
     from transformers.models.auto import modeling_auto
 
-    if stack.config.model_type in modeling_auto.CONFIG_MAPPING_NAMES:
+    if stack.config.model_type in modeling_auto.CONFIG_MAPPING_NAMES and has_stock_code(stack.module):
         return stack.config.model_type not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     # In other code, a model that is not causal has no use for a cache.
     return any("past_key" in name or "cache" in name for name in forward_parameters(type(stack.module)))
@@ -216,10 +216,10 @@ def _uses_interface(forward: Any) -> bool:
 
 def _computes_scores(module: nn.Module) -> bool:
     """Whether a module is an innermost attention module: "Attention" in its class name, with parameters."""
-    if "Attention" not in type(module).__name__ or next(module.parameters(), None) is None:
+    if "Attention" not in type(module).__name__:
         return False
-    below = (child for child in module.modules() if child is not module)
-    return not any("Attention" in type(child).__name__ for child in below)
+    named = (each for each in module.modules() if "Attention" in type(each).__name__)
+    return [each for each in named if next(each.parameters(), None) is not None] == [module]
 
 
 def _refuse_other_attention(stack: Stack) -> None:

@@ -21,6 +21,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
     inverse_frequencies_of,
     number_of_axes,
     refuse_other_angles,
+    returns_tables,
 )
 from hf_posenc.patching.anatomy.sites import FixedTable
 from hf_posenc.patching.anatomy.weights import copied, onload_weights
@@ -114,10 +115,13 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> li
     spectra = []
     lengths = _lengths(rotary, layer_type, parameters)
     rows = max((size for buffer in rotary.buffers() for size in buffer.shape[:-1]), default=_FAR)
+    fixed = returns_tables(rotary)
+    if fixed:  # They may be extended, with other frequencies.
+        rows = type(rotary).forward(clone, torch.zeros(1, 1, 1, device=device), seq_len=4 * rows)[0].shape[-2]
     for length in lengths:
         ids = torch.tensor([0, 1, (length if len(lengths) > 1 else rows) - 1], device=device)
         output = call_rotary(clone, torch.zeros(1, 3, 1, device=device), ids.unsqueeze(0), layer_type)
-        stored = inverse_frequencies_of(clone, layer_type).detach()
+        stored = inverse_frequencies_of(rotary if fixed else clone, layer_type).detach()
         if stored.dtype == torch.float32:
             refuse_other_angles(rotary, angles_in(output), ids, stored)
         sizes = output.abs() if isinstance(output, Tensor) else torch.hypot(*output[:2])

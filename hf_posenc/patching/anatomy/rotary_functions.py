@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.forwards import unknown_seam, written_in
+from hf_posenc.patching.forwards import parameters_of, unknown_seam, written_in
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 #: Allowed error of an angle, and of an angle per position: tables are computed in float32.
@@ -28,6 +28,8 @@ _ERROR, _ERROR_PER_POSITION = 1e-4, 2e-7
 AXES = 3
 #: Names of arguments with complex phases.
 COMPLEX_NAMES = ("freqs_cis", "freqs_ci")
+#: The argument by which modules compute phases, and functions look them up in a table.
+POSITIONS = "position_ids"
 _QUERY_NAMES = ("q", "xq", "query", "x", "tensor")
 _KEY_NAMES = ("k", "xk", "key")
 _VALUE_NAMES = frozenset(("v", "xv", "value"))
@@ -48,6 +50,7 @@ class RotaryCall:
         parameters: names of the function's parameters, in order.
         phase_shape: number of axes of the phases (2 without a batch) and of one of the tensors in a call.
         other_axes: axis of the tokens by `phase_shape`, if it is not always the same.
+        looks_up: whether its phases are tables, whose rows it looks up by `position_ids`, as before transformers 4.38.
     """
 
     query_name: str
@@ -56,6 +59,7 @@ class RotaryCall:
     parameters: tuple[str, ...]
     phase_shape: tuple[int, int] = (3, 4)
     other_axes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    looks_up: bool = False
     #: Whether the first two parameters are the query and the key.
     begins_with_heads: bool = field(init=False)
 
@@ -65,7 +69,8 @@ class RotaryCall:
     def phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The cosines, or complex phases, of one call."""
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        return next((given[name] for name in ("cos", *COMPLEX_NAMES) if name in given), None)
+        phases = next((given[name] for name in ("cos", *COMPLEX_NAMES) if name in given), None)
+        return rows_at(phases, given[POSITIONS]) if self.looks_up and phases is not None else phases
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, int]:
         """The query, the key (or `None`) and the token axis of one call."""
@@ -79,7 +84,7 @@ class RotaryCall:
         axis = self._axis(given[self.query_name], args, kwargs) if self.other_axes else self.time_axis
         if "unsqueeze_dim" in given:
             # The new axis is that of the heads, after the tokens or before them.
-            axes = given["cos"].dim() + 1 if isinstance(given.get("cos"), Tensor) else 4
+            axes = given["cos"].dim() + 1 if isinstance(given.get("cos"), Tensor) and not self.looks_up else 4
             axis = 1 if given["unsqueeze_dim"] % axes == axes - 2 else 2
         return given[self.query_name], given.get(self.key_name) if self.key_name else None, axis
 
@@ -95,7 +100,13 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     Raises:
         UnsupportedError: for a signature in which queries and keys cannot be distinguished.
     """
-    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except ValueError as error:  # A function of torch.jit.script, or of a C extension.
+        raise unknown_seam(
+            f"The rotary function {getattr(function, '__name__', function)} has no signature in Python ({error}), so "
+            "it is unknown which tensors it rotates."
+        ) from error
     names = list(signature.parameters)
     query = next((name for name in _QUERY_NAMES if name in names), None)
     if query is None:
@@ -109,13 +120,20 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
             "which no scheme of this library does."
         )
     key = next((name for name in _KEY_NAMES if name in names), None)
-    if "unsqueeze_dim" in names:
+    needs_positions = POSITIONS in names and signature.parameters[POSITIONS].default is inspect.Parameter.empty
+    if "unsqueeze_dim" in names and not needs_positions:
         time_axis = 2 if signature.parameters["unsqueeze_dim"].default in (1, -3) else 1
     elif any(name in names for name in COMPLEX_NAMES) or {"cos", "sin"} <= set(names):
-        axes = _observed_axes(function, names, query, key)
+        looks_up = needs_positions and bool(_observed_axes(function, names, query, key, looks_up=True))
+        axes = _observed_axes(function, names, query, key, looks_up=looks_up)
+        if not axes:
+            raise unknown_seam(
+                f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known "
+                "order of the axes of its tensors, or requires other arguments."
+            )
         phase_shape, time_axis = next(iter(axes.items()))
         other_axes = {} if len(set(axes.values())) == 1 else axes
-        return RotaryCall(query, key, time_axis, tuple(names), phase_shape, other_axes)
+        return RotaryCall(query, key, time_axis, tuple(names), phase_shape, other_axes, looks_up)
     else:
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} does not show which axis of its "
@@ -125,37 +143,40 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
 
 
 def _observed_axes(
-    function: Callable[..., Any], names: list[str], query: str, key: str | None
+    function: Callable[..., Any], names: list[str], query: str, key: str | None, *, looks_up: bool
 ) -> dict[tuple[int, int], int]:
     """Maps the numbers of axes of the phases and of a tensor to the axis of the tokens, if the function accepts them.
 
-    The phases of the last token are zero, so its part of the result is zero, and only that part.
+    The phases of the last token are zero, so its part of the result is zero, and only that part. In tables, where the
+    tokens are looked up in reverse order, they are the first row.
     """
     name = next((name for name in COMPLEX_NAMES if name in names), None)
     axes: dict[tuple[int, int], int] = {}
-    for phase_axes, tensor_axes, axis, full in itertools.product((3, 2), (4, 3), (1, 2), (True, False)):
+    phase_shapes = (2, 4) if looks_up else (3, 2)
+    for phase_axes, tensor_axes, axis, full in itertools.product(phase_shapes, (4, 3), (1, 2), (True, False)):
         shape = (_PROBE_LENGTH, _PROBE_HEADS) if axis == 1 else (_PROBE_HEADS, _PROBE_LENGTH)
         probe = torch.ones(*(1,) * (tensor_axes - 3), *shape, _PROBE_DIM)
         width = _PROBE_DIM if full and name is None else _PROBE_DIM // 2
         phases = torch.ones(*(1,) * (phase_axes - 2), _PROBE_LENGTH, width)
-        phases[..., -1, :] = 0
+        phases[..., 0 if looks_up else -1, :] = 0
         given: dict[str, Any] = {query: probe} | ({key: probe} if key else {})
         given |= {"cos": phases, "sin": phases * 0} if name is None else {name: phases.to(torch.complex64)}
+        given |= {POSITIONS: torch.arange(_PROBE_LENGTH).flip(0).unsqueeze(0)} if POSITIONS in names else {}
         try:
             result = function(**given)
-        except (RuntimeError, AssertionError, ValueError, IndexError):
+        except (RuntimeError, AssertionError, ValueError, IndexError, TypeError):
             continue
         first = result[0] if isinstance(result, tuple) else result
         expected = probe.clone()
         expected.select(axis - 4, -1).zero_()
         if first.shape == probe.shape and torch.equal(first, expected):
             axes.setdefault((phase_axes, tensor_axes), axis)
-    if not axes:
-        raise unknown_seam(
-            f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known order "
-            "of the axes of its tensors."
-        )
     return axes
+
+
+def rows_at(table: Tensor, position_ids: Tensor) -> Tensor:
+    """The rows of a table of phases, `(..., rows, width)`, at some positions."""
+    return table.reshape(-1, table.shape[-1])[position_ids]
 
 
 def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
@@ -169,6 +190,9 @@ def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, l
     typed = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
     try:
         with torch.no_grad():
+            if returns_tables(module):
+                tables = type(module).forward(module, hidden, seq_len=int(position_ids.max()) + 1)
+                return tuple(rows_at(table, position_ids) for table in tables)
             return type(module).forward(module, hidden, position_ids, *typed)
     except (TypeError, IndexError, RuntimeError) as error:
         raise unknown_seam(
@@ -209,6 +233,12 @@ def rotating_layer_types(module: torch.nn.Module) -> list[str]:
 def has_layer_types(module: torch.nn.Module) -> bool:
     """Whether the forward of a rotary module takes a layer type."""
     return "layer_type" in inspect.signature(type(module).forward).parameters
+
+
+def returns_tables(module: torch.nn.Module) -> bool:
+    """Whether a rotary module returns the phases of all tokens, up to the optional length of its call."""
+    length = parameters_of(type(module).forward).get("seq_len")
+    return length is not None and length.default is None and POSITIONS not in parameters_of(type(module).forward)
 
 
 def looks_phases_up(module: torch.nn.Module) -> bool:
@@ -272,7 +302,7 @@ def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float)
     phase_axes, tensor_axes = call.phase_shape
     tensor = unit.unsqueeze(0).unsqueeze(1 if call.time_axis == 2 else 2)
     tensor = tensor if tensor_axes == 4 else tensor.squeeze(0)
-    shape = (1, _PROBE_DIM, width)[3 - phase_axes :]
+    shape = (*(1,) * (phase_axes - 2), _PROBE_DIM, width)
     cos, sin = torch.full(shape, cosine), torch.full(shape, sine)
     arguments: dict[str, Any] = {call.query_name: tensor}
     if call.key_name:
@@ -282,6 +312,8 @@ def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float)
         arguments[complex_name] = torch.complex(cos, sin)
     else:
         arguments |= {"cos": cos, "sin": sin}
+    if call.looks_up:
+        arguments[POSITIONS] = torch.zeros(1, _PROBE_DIM, dtype=torch.long)
     try:
         output = function(**arguments)
     except (TypeError, IndexError, RuntimeError) as error:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 #: Tolerance for a different order of summation, in units of the dtype's precision.
 _ROUNDING, _HALF_ROUNDING = 16.0, 4.0
+#: What to do about unknown arguments, without the `model_type`.
+_STATE_INPUTS = (
+    "State the arguments of such a run: hf_posenc.register_architecture({!r}, "
+    "architecture=hf_posenc.Architecture(example_inputs=...))."
+)
 
 
 class NotRunnableError(UnsupportedError):
@@ -82,15 +87,14 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
             raise
         raise NotRunnableError(
             f"{type(module).__name__} could not be run on a few tokens to find out how it uses positions. With "
-            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}. State the arguments of such a run: "
-            f"hf_posenc.register_architecture({module.config.model_type!r}, "
-            "architecture=hf_posenc.Architecture(example_inputs=...))."
+            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}. "
+            f"{_STATE_INPUTS.format(module.config.model_type)}"
         ) from error
 
 
 def _arguments(module: PreTrainedModel, device: torch.device, length: int) -> dict[str, Any]:
     """The arguments of a run where the module is, and of its dtype."""
-    declared = architecture_of(module.config).example_inputs
+    declared = architecture_of(module).example_inputs
     if declared is None:
         kind = layout_of(module)
         given = kind.example(module, length)
@@ -112,12 +116,12 @@ def all_equal(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {name: torch.ones_like(tensor) for name, tensor in tensors if tensor.is_floating_point()}
 
 
-def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
+def unknown_inputs(module: Any, why: str) -> NotRunnableError:
     """Returns the error for a module of which it is unknown what it reads, given the reason."""
     parameters = list(forward_parameters(type(module)))[1:8]
     return NotRunnableError(
         f"{type(module).__name__} {why}, so it cannot be run to find out how it uses positions (its arguments: "
-        f"{', '.join(parameters)})."
+        f"{', '.join(parameters)}). {_STATE_INPUTS.format(module.config.model_type)}"
     )
 
 
@@ -391,14 +395,15 @@ class TokenOrder:
 
 def in_both_orders(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a run on one row of three tokens, with the row in the other order below it."""
-    return {name: _in_both_orders(name, value) for name, value in arguments.items()}
+    known = any(name in arguments for name in _TOKENS)
+    return {name: _in_both_orders(not known or name in _TOKENS, value) for name, value in arguments.items()}
 
 
-def _in_both_orders(name: str, value: Any) -> Any:
+def _in_both_orders(holds_tokens: bool, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape[:1] != (1,) or (value.dim() == 2 and value.is_floating_point()):
         return value  # A vector applies to both rows.
     other = value
-    if name in _TOKENS:
+    if holds_tokens and _LENGTH in value.shape[1:3]:
         # One question with one choice has another axis before that of the tokens.
         axis = 1 if value.shape[1] == _LENGTH else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from hf_posenc.attention.block_attention import without_autocast
@@ -30,6 +30,7 @@ from hf_posenc.patching.call.cache import (
     set_note,
 )
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import AdditiveEncoding, Part
@@ -80,6 +81,37 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     record(keeper, CachedPositions(length, ids, by_next_mask=ids is None))
     remember_keys(keeper)
     set_note(keeper, SCHEME, _ACCEPTED)
+
+
+def refuse_tensors(arguments: dict[str, Any], scheme: SchemeConfig) -> None:
+    """Refuses a call that continues keys in tuples, as code for transformers before version 5 does, unless they are the
+    same at all positions. Which axis counts their tokens differs between models.
+    """
+    for name, value in arguments.items():
+        first = value[0] if isinstance(value, tuple | list) and value else None
+        holds = isinstance(first, tuple | list) and first and isinstance(first[0], Tensor)
+        if holds and ("past" in name or "cache" in name) and scheme != NoneConfig():
+            raise UnsupportedError(
+                f"{name} of this call is a {type(value).__name__} of tensors, which does not tell the positions of its "
+                f"tokens, so {scheme.name!r} cannot continue it. Pass a transformers.DynamicCache, if the code of the "
+                "model takes one, or the whole sequence with use_cache=False."
+            )
+
+
+def refuse_unknown_keys(state: ForwardState, length: int, attention: nn.Module) -> None:
+    """Refuses more keys than the tokens of the call and its cache, in an attention module of other code.
+
+    Args:
+        state: the state of the call.
+        length: number of keys.
+        attention: the attention module.
+    """
+    if state.cache_object is None and isinstance(state.offset, int) and length > (state.end or length):
+        raise UnsupportedError(
+            f"{type(attention).__name__} compares {state.query_length} queries with {length} keys. The others are "
+            "from a cache that is no transformers Cache, or that the module holds, so their positions are unknown. Use "
+            "a transformers.DynamicCache, or call the model with the whole sequence."
+        )
 
 
 def plain_layer(cache: Any, layer_idx: int = 0, *_: Any, **__: Any) -> Any:

@@ -32,6 +32,7 @@ from hf_posenc.patching.call.attention_site import (
     without_batch,
 )
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.cache_checks import refuse_unknown_keys
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
@@ -44,11 +45,10 @@ from hf_posenc.patching.forwards import (
     PlacedForward,
     functions_called,
     in_decorators,
-    is_of_transformers,
+    is_other_code,
     names_used,
     rebind,
     unknown_seam,
-    written_in,
 )
 from hf_posenc.schemes.weights import number_in_graph
 
@@ -69,6 +69,7 @@ class Rebound(PlacedForward):
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
         super().__init__(module, runtime, encoding)
         self.calls: PerThread[LayerCall] = PerThread()
+        self.is_other_code = is_other_code(self._decorated)
         self._rebind_forward()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ class Rebound(PlacedForward):
             return 1.0, 1.0
         reads = getattr(self.encoding.logit_bias, "reads_heads", False)
         reads = reads or getattr(self.encoding.query_key_map, "reads_magnitude", False)
-        if reads and not is_of_transformers(written_in(inspect.unwrap(self._decorated))):
+        if reads and self.is_other_code:
             raise UnsupportedError(
                 f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
                 "with scaling=1. This scheme reads the numbers of queries and keys, and it is not known what they were "
@@ -144,7 +145,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         super().__init__(module, runtime, encoding)
         self.operand_factors = None if operand_factors is None else operand_factors(module)
         self.native_bias = native_bias
-        self.may_only_rotate = POSITION_BIAS not in names_used(type(module).forward)
+        # Other code may have keys from a cache of its own, which only the attention function shows.
+        self.may_only_rotate = not self.is_other_code and POSITION_BIAS not in names_used(type(module).forward)
         #: The back-end of a call that has shown that only the map is needed while the bias is zero; `None` before it.
         self.near_backend: str | None = None
         #: Number of rotations so far in the rotary-only forward.
@@ -259,6 +261,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         if query.shape[2] < call.hidden_states.shape[1]:
             self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
+        if self.is_other_code and not self.runtime.layout.has_axes:
+            refuse_unknown_keys(call.state, key.shape[2], self.module)
         arguments: tuple[Any, ...] = ()
         # A graph of one layer cannot hold what other graphs have found.
         if self.encoding.checked_with is not None and not args and call.state.in_graph == torch.compiler.is_compiling():

@@ -38,7 +38,7 @@ from hf_posenc.patching.call.cache import (
     set_note,
     states_positions,
 )
-from hf_posenc.patching.call.cache_checks import SCHEME, check_cached_scheme
+from hf_posenc.patching.call.cache_checks import SCHEME, check_cached_scheme, refuse_tensors
 from hf_posenc.patching.call.evicting_cache import evicting_state
 from hf_posenc.patching.call.forward_state import (
     UNKNOWN,
@@ -400,6 +400,8 @@ class StackForward(PlacedForward):
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
         cache = cache_among(arguments)
+        if cache is None and any(isinstance(value, tuple | list) for value in arguments.values()):
+            refuse_tensors(arguments, self.runtime.scheme)
         if self.runtime.pages is not None and arguments.get("cu_seq_lens_k") is not None and cache is not None:
             self.runtime.pages.check(cache)
         offset = cached_length(cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.cache_checks import refuse_unknown_keys
 from hf_posenc.patching.call.interface_attention import Rebound, RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -63,6 +65,8 @@ class ScoresAttention(Rebound, AttentionSite):
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             encoding = self.encoding
+            if self.is_other_code and not self.runtime.layout.has_axes:
+                refuse_unknown_keys(call.state, key.shape[-2], self.module)
             changes = not call.rotations or encoding.rotates_by_input or encoding.logit_scale is not None
             if not changes and not adds_bias:
                 return query, key
@@ -109,7 +113,7 @@ class ScoresAttention(Rebound, AttentionSite):
         depth = len(calls)
         try:
             calls.append(call)
-            with CacheUpdateHook(cache, self.update_cache, call), mode:
+            with CacheUpdateHook(cache, self.update_cache, call), self.without_compiling(), mode:
                 output = self._forward(subject, *args, **kwargs)
         finally:
             del calls[depth:]
@@ -120,6 +124,11 @@ class ScoresAttention(Rebound, AttentionSite):
             )
         self.note_rotation(call)
         return output
+
+    def without_compiling(self) -> Any:
+        """Context manager in which functions that other code compiles by itself show their products to the mode."""
+        apart = self.is_other_code and not torch.compiler.is_compiling()
+        return torch.compiler.set_stance("force_eager") if apart else nullcontext()
 
     def _silenced(self, name: str, value: Any) -> Any:
         silenced = name in self.bias_arguments and isinstance(value, Tensor)

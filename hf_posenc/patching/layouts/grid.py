@@ -309,7 +309,8 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
         if not _TABLE.match(name):
             continue
         if isinstance(value, nn.Embedding) or (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
-            table = OwnedTable(path, module, name, 0, hasattr(module, _READS_CHANNELS_FIRST))
+            is_map = hasattr(module, _READS_CHANNELS_FIRST) and not isinstance(value, nn.Module) and value.dim() == 4
+            table = OwnedTable(path, module, name, 0, is_map)
             rows = table.weight.shape[0]
             more = max(rows - others, 0) if others else 0
             table.prefix_rows = more if more <= _MOST_PREFIX_ROWS else _rows_before_square(rows)

@@ -31,8 +31,10 @@ _SIZE = "image_size"
 _INTERPOLATIONS = (
     "interpolate_pos_encoding", "_resize_pos_embed", "interpolation", "_interpolate_position_embedding",
 )  # fmt: skip
-#: Methods that return the table as `(1, rows, columns, hidden)`, without prefix rows.
-_MAPS = ("get_absolute_positions", "_get_pos_embed")
+#: A method that returns the table as `(1, rows, columns, hidden)`, without prefix rows.
+_MAP = "get_absolute_positions"
+#: A method that does the same, or resizes the rows of patches that it is given (`(1, patches, hidden)`, InternViT).
+_GIVEN = "_get_pos_embed"
 #: Functions with which a module reads its table at the places of patches, whatever their number. Such a module adds the
 #: result to the patches and returns the sum.
 _RESAMPLING = frozenset(("grid_sample", "embedding_bag", "get_vision_nearest_position_ids", "bucketize"))
@@ -87,7 +89,7 @@ class GridTableSite(Viewed, PlacedForward):
         #: Whether the stack has no other table. With several tables, one may have a row per frame.
         self.alone = len(tables) == 1
         self.compares_sizes = refuses_other_sizes(module)
-        self.resizes = any(hasattr(module, name) for name in (*_INTERPOLATIONS, *_MAPS, _RESIZING))
+        self.resizes = any(hasattr(module, name) for name in (*_INTERPOLATIONS, _MAP, _GIVEN, _RESIZING))
         #: Whether the module reads its table at other places than the patches, and adds the result last.
         self.resamples = bool(_RESAMPLING & names_used(type(module).forward))
 
@@ -119,8 +121,10 @@ class GridTableSite(Viewed, PlacedForward):
                 lambda view: getattr(self.runtime.states.top, "pixels", None) or module.__dict__[_SIZE]
             )
         if main is not None:
-            methods: dict[str, Callable[..., Tensor]] = dict.fromkeys(_INTERPOLATIONS, self._as_table)
-            for name, vectors in (methods | dict.fromkeys(_MAPS, self._map) | {_RESIZING: self._resized}).items():
+            methods: dict[str, Callable[..., Tensor]] = {_MAP: self._map, _GIVEN: self._as_given}
+            methods |= dict.fromkeys(_INTERPOLATIONS, self._as_table)
+            methods[_RESIZING] = self._resized
+            for name, vectors in methods.items():
                 if hasattr(module, name):
                     replaced[name] = self._instead(main, name, vectors)
         if hasattr(module, _MASKING):
@@ -155,6 +159,10 @@ class GridTableSite(Viewed, PlacedForward):
     def _as_table(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The vectors in place of an interpolated table: a map if the table is one."""
         return self._map(name) if self.native(name).dim() == 4 else self.vectors(name)
+
+    def _as_given(self, name: str, table: Any, *sizes: Any) -> Any:
+        """The vectors in place of a resized table. The rows that are given are those of the view."""
+        return self._map(name) if self.native(name).dim() == 4 else table
 
     def _resized(self, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
         """The vectors in place of a resized table: padded to `max_length`, or `(tokens, hidden)` of packed images."""

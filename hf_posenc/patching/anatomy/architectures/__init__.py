@@ -11,9 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_posenc.patching.anatomy.architectures.declaration import (
+    _ARCHITECTURES,
+    STOCK,
     Architecture,
     Silencer,
     architecture_of,
+    has_stock_code,
     refused_if,
     register_architecture,
 )
@@ -96,5 +99,6 @@ for _names, _reason in _REFUSED.items():
     register_architecture(*_names, architecture=Architecture(unsupported=_reason))
 for _names, _example in EXAMPLES.items():
     register_architecture(*_names, architecture=Architecture(example_inputs=_example))
+STOCK.update(_ARCHITECTURES)
 
-__all__ = ["Architecture", "Silencer", "architecture_of", "register_architecture"]
+__all__ = ["Architecture", "Silencer", "architecture_of", "has_stock_code", "register_architecture"]

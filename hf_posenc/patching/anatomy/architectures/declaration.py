@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import MODULES, import_named_modules
@@ -170,6 +173,8 @@ def silenced_children(*paths: str) -> Silencer:
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}
+#: Those of transformers' own architectures.
+STOCK: dict[str, Architecture] = {}
 _ORDINARY = Architecture()
 
 
@@ -185,11 +190,30 @@ def register_architecture(*model_types: str, architecture: Architecture) -> None
         _ARCHITECTURES[model_type] = architecture
 
 
-def architecture_of(config: Any) -> Architecture:
-    """The declaration for a config; an empty one if its architecture needs none."""
+def architecture_of(module: Any) -> Architecture:
+    """The declaration for a model or a part of it; an empty one if its architecture needs none."""
     if MODULES in os.environ:
         import_named_modules()
-    return _ARCHITECTURES.get(getattr(config, "model_type", ""), _ORDINARY)
+    model_type = getattr(module.config, "model_type", "")
+    architecture = _ARCHITECTURES.get(model_type, _ORDINARY)
+    of_transformers = architecture is not _ORDINARY and STOCK.get(model_type) is architecture
+    return _ORDINARY if of_transformers and not has_stock_code(module) else architecture
+
+
+def has_stock_code(module: nn.Module) -> bool:
+    """Whether a model, or a model inside it, is that of transformers for its `model_type`, or a copy of it.
+
+    Code of other packages may have the same `model_type`. In a copy of the file, classes have the same names.
+    """
+    config: Any = module.config
+    inside = (each for each in module.modules() if getattr(each, "config", None) is config)
+    if any(base.__module__.startswith("transformers.models.") for each in inside for base in type(each).__mro__):
+        return True
+    folder = model_type_to_module_name(config.model_type)
+    with suppress(ModuleNotFoundError):
+        code = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        return hasattr(code, type(module).__name__)
+    return False
 
 
 def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
