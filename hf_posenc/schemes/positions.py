@@ -328,10 +328,12 @@ class AttentionPairs:
             `(batch, heads, query_len, count)` float32.
         """
         shape, counts_all = (*query.shape[:3], key.shape[2]), self.counts_all
-        if isinstance(factor, Tensor) or (counts_all and factor != 1):
-            query, factor = query * factor, 1.0
+        if isinstance(factor, Tensor):
+            # It fits the products: OpenAI GPT multiplies them with its causal mask.
+            products = query @ key.transpose(2, 3) * (factor if factor.shape[-1] == 1 else factor[..., -shape[3] :])
+            return products if counts_all else products.masked_fill(self.uncounted[..., -shape[3] :], uncounted)
         if counts_all:
-            return query @ key.transpose(2, 3)
+            return (query if factor == 1 else query * factor) @ key.transpose(2, 3)
         queries, keys = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
 
         def mask() -> Tensor:

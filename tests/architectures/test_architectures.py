@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from hf_posenc import UnsupportedError, patch_model
 from tests.thinning import mostly_slow
 
 from .calling import Caller
-from .checks import Checker, check_pair
-from .examination import examine
-from .findings import Record
+from .checks import Checker, check_pair, stir
+from .examination import examine, unbuilt_reason
+from .findings import SAME_BOUND, Record
 from .heads import refusals
-from .population import known_model_types, pair_named, pairs_of
+from .population import default_pairs, known_model_types, pair_named, pairs_of
 
 #: One architecture for each way of taking in position, of attending and of laying out tensors. Most of those in
 #: `tests/matrix` are not here.
@@ -96,6 +98,38 @@ def test_rounding_is_told_from_an_error() -> None:
 def test_a_model_without_attention_is_told_apart() -> None:
     (record,) = examine(pair_named("vision-resnet"))
     assert record.without == "convolution"
+
+
+#: Models with numbers that are made outside of the meta device, and with weights that are stored under other names.
+SAVED_IN_ANOTHER_WAY = ("causal-diffllama", "image-text-molmo2", "image-text-tipsv2")
+#: Stock models that cannot be loaded, or have other outputs then.
+NOT_LOADED = {
+    *("causal-youtu", "text-diffusion_gemma", "text-embedding_gemma2_text", "audio-text-gradium_phonon_tts"),
+    "audio-text-nemo_speechlm",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        [pair.name for pair in default_pairs() if pair.name not in NOT_LOADED], SAVED_IN_ANOTHER_WAY.__contains__
+    ),
+)
+def test_a_saved_model_has_the_same_outputs(name: str, tmp_path: Path) -> None:
+    pair = pair_named(name)
+    if reason := unbuilt_reason(pair):
+        pytest.skip(reason)
+    caller = Caller(pair)
+    try:
+        patch_model(caller.model, "t5")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    stir(caller.model)
+    with torch.no_grad():
+        expected = caller.outputs()
+        caller.model.save_pretrained(tmp_path)
+        caller.model = type(caller.model).from_pretrained(tmp_path).eval()
+        assert (caller.outputs() - expected).abs().max() <= SAME_BOUND
 
 
 @pytest.mark.long

@@ -266,6 +266,17 @@ def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: boo
         compiled(ids[:, 6:], past_key_values=cache)
 
 
+@pytest.mark.parametrize("scheme", ["native", "learned", "sinusoidal"])
+@pytest.mark.parametrize("name", ["BartForCausalLM", "MarianForCausalLM"])
+def test_a_table_follows_the_caller_in_a_model_that_counts_slots(name: str, scheme: str) -> None:
+    torch.manual_seed(0)
+    model, ids = patch_model(tiny(name, pad_token_id=1).eval(), scheme), tokens(2, LENGTH)
+    order = torch.randperm(LENGTH)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)[None, None]
+    expected = model(ids, attention_mask=mask, use_cache=False).logits[:, order]
+    assert distance(model(ids[:, order], position_ids=order[None], attention_mask=mask).logits, expected) <= CLOSE
+
+
 @pytest.mark.parametrize("scheme", ["native", "learned", "sinusoidal", "rope"])
 def test_generate_of_a_model_whose_table_begins_at_a_later_row(scheme: str) -> None:
     """`generate` counts from 0, also for RoBERTa, whose forward begins at 2. Stock then looks up the rows from 0 on."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
+from hf_posenc import patch_model
 from hf_posenc.schemes import (
     AttentionPairs,
     BuildContext,
@@ -37,6 +38,7 @@ from hf_posenc.schemes.bias.grape_ap import GrapeApBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.weights import AlikeParts, KeptValues
+from tests.models import tiny
 
 from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
 
@@ -390,3 +392,11 @@ def test_the_pieces_of_the_network_of_fire(seed: int) -> None:
     )
     for value, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(value, other, atol=2e-3 * float(other.abs().max()), rtol=1e-3)
+
+
+@torch.no_grad()
+def test_cope_in_a_model_that_multiplies_its_scores_by_a_mask() -> None:
+    torch.manual_seed(0)
+    model = patch_model(tiny("OpenAIGPTLMHeadModel", n_embd=32, n_layer=2, n_head=4).eval(), "cope")
+    ids = torch.arange(1, 13).unsqueeze(0)
+    torch.testing.assert_close(model(ids[:, :7]).logits, model(ids).logits[:, :7])

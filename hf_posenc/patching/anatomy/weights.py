@@ -92,8 +92,9 @@ def execution_device(module: nn.Module) -> torch.device:
         device = getattr(inner.__dict__.get("_hf_hook"), "execution_device", None)
         if device is not None:
             return torch.device(device)
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    devices = [parameter.device for parameter in module.parameters()] or [torch.device("cpu")]
+    # In a model that is built without memory, DiffLlama's `torch.normal` makes its numbers on the CPU.
+    return next((device for device in devices if device.type == "meta"), devices[0])
 
 
 def stored(module: nn.Module, name: str = "weight") -> Tensor:

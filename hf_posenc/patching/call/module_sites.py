@@ -117,7 +117,7 @@ class TableSite(PlacedForward):
         return numbered
 
     def _positions(self, state: ForwardState, rows: Tensor) -> Positions:
-        if state.goes_on:
+        if state.goes_on or (state.position_ids is not None and not self.runtime.reads_position_ids):
             # The architecture counts slots.
             return state.positions()
         ids = rows - self.table.origin

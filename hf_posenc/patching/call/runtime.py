@@ -52,7 +52,7 @@ from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.module_sites import SlotBuffers
 from hf_posenc.patching.call.parallel import refuse_unsynchronised
 from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
-from hf_posenc.patching.forwards import PlacedForward, RetiredForward, Viewed, named_arguments
+from hf_posenc.patching.forwards import PlacedForward, RetiredForward, Viewed, forward_parameters, named_arguments
 from hf_posenc.schemes.config import SchemeConfig, name_own_code
 from hf_posenc.schemes.weights import AlikeParts, KeptValues, carries_more
 
@@ -227,6 +227,8 @@ class StackRuntime:
         self.recomputation = Recomputation(self.states)
         self.time_major = stack.architecture.time_major
         self.channels_first = stack.architecture.channels_first
+        #: Whether the model looks up its tables by the `position_ids` of the caller, instead of counting slots.
+        self.reads_position_ids = "position_ids" in forward_parameters(type(stack.module))
         #: What the tokens of the stack are.
         self.layout = stack.layout
         #: Has the view as which the stack's own forward runs, with other tables or another number of frames; `None` if
