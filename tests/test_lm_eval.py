@@ -154,7 +154,7 @@ def test_log_likelihoods_are_those_of_the_patched_model(folder, local_task, tmp_
 def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokenizer):
     options = {"synthetic_task": "repeated_copy", "lengths": [2, 4, 6], "samples": 5}
     command = words(folder, "hf_posenc_length_generalization", TASKS, tmp_path)
-    command = ["-m", "hf_posenc.cli", "lm-eval", *command, "--metadata", json.dumps(options)]
+    command = ["-m", "hf_posenc", "lm-eval", *command, "--metadata", json.dumps(options)]
     printed(run_python(*command, environment={"OMP_NUM_THREADS": "1"}))
     reported = results(tmp_path)["hf_posenc_length_generalization"]
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -60,7 +60,7 @@ def test_scripts_run_from_the_wheel_beside_a_package_called_training(wheel: Path
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "__init__.py").write_text("raise AssertionError('the package of the user')")
     search_path = {"PYTHONPATH": f"{wheel}{os.pathsep}{tmp_path}"}
-    done = run_python("-m", "hf_posenc.cli", *words, folder=tmp_path, environment=search_path)
+    done = run_python("-m", "hf_posenc", *words, folder=tmp_path, environment=search_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "nonsense" in done.stderr

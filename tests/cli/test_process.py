@@ -38,7 +38,7 @@ class TestCompare:
 
 class TestProcess:
     def test_errors_and_status_in_a_process_of_its_own(self, tmp_path):
-        program = "import runpy; runpy.run_module('hf_posenc.cli', run_name='__main__')"
+        program = "import runpy; runpy.run_module('hf_posenc', run_name='__main__')"
         done = run_fresh(program, "patch", "nowhere", "alibbi", "--output", tmp_path / "x", folder=tmp_path)
         assert done.returncode == 2
         assert "Did you mean 'alibi'" in done.stderr

@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_plugin_is_in_the_program_and_in_all_processes_it_starts(folder):
-    command = [sys.executable, "-m", "hf_posenc.cli", "--import", "far_schemes", "run", "--", "program.py", "--import"]
+    command = [sys.executable, "-m", "hf_posenc", "--import", "far_schemes", "run", "--", "program.py", "--import"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         output, _ = process.communicate("a line")
         assert process.returncode == 7

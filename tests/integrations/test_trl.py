@@ -73,5 +73,5 @@ def test_the_command_of_the_page_places_the_scheme(tmp_path: Path) -> None:
     (tmp_path / "speeches" / "train.jsonl").write_text("\n".join(rows))
     (words,) = commands("train_with_other_tools", "hf-posenc run trl")
     small = ["--max_steps=1", "--use_cpu", "--bf16=false", "--report_to=none"]
-    printed(run_python("-m", "hf_posenc.cli", "run", "trl", *words, *small, folder=tmp_path))
+    printed(run_python("-m", "hf_posenc", "run", "trl", *words, *small, folder=tmp_path))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft").position_encoding.config.name == "alibi"

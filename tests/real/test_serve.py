@@ -33,7 +33,7 @@ def test_hf_posenc_serve_streams_smollm2(scheme: Any, smollm2_folder: Path, tmp_
     hf_posenc.patch_model(model, scheme).save_pretrained(tmp_path)
     coder.save_pretrained(tmp_path)
     port = free_port()
-    command = [sys.executable, "-m", "hf_posenc.cli", "serve", str(tmp_path), "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "hf_posenc", "serve", str(tmp_path), "--port", str(port), "--device", "cpu"]
     process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     try:
         wait_for(f"http://127.0.0.1:{port}", 120)

@@ -1,7 +1,0 @@
-"""`python -m hf_posenc.cli`, for environments without the shell command on the path."""
-
-import sys
-
-from hf_posenc.cli.parser import main
-
-sys.exit(main())
