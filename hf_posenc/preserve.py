@@ -97,9 +97,10 @@ def isolated_rng(seed: int) -> Iterator[None]:
 def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Evaluation mode for a run on the library's own inputs, without effects on the caller.
 
-    Hooks do not run, except those that move or compute weights. The context of the caller (autocast, inference mode,
-    a default device) does not apply. Afterwards, attributes, containers and buffers of every module, fields of configs
-    and the states of random generators are as before. Warnings and messages about the inputs are not shown.
+    Hooks do not run, except those that move or compute weights. Compiled layers run without graphs, which would count
+    towards torch's limit. The context of the caller (autocast, inference mode, a default device) does not apply.
+    Afterwards, attributes, containers and buffers of every module, fields of configs and the states of random
+    generators are as before. Warnings and messages about the inputs are not shown.
 
     Args:
         model: the model. Modules inside it may be run.
@@ -110,6 +111,7 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         context.enter_context(_kept_modules(list(model.modules())))
         context.enter_context(isolated_rng(0))
         context.enter_context(ordinary_context())
+        context.enter_context(torch.compiler.set_stance("force_eager"))
         if torch.amp.is_autocast_available(device.type):
             context.enter_context(torch.autocast(device.type, enabled=False))
         context.enter_context(torch.no_grad())

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ _SKIP_CODE: Any = getattr(eval_frame, "skip_code", None)
 _EMPTY = types.CellType()
 #: Packages whose decorators and attention functions occur in stock models.
 _OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "liger_kernel", "hf_posenc")
+_numbers = itertools.count()
+_records: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def is_of_transformers(module_name: str) -> bool:
@@ -475,3 +478,16 @@ def remove_hook(module: nn.Module, hook: Any) -> None:
     for number in [number for number, registered in module._forward_pre_hooks.items() if registered is hook]:
         del module._forward_pre_hooks[number]
         module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def number_of(record: Any) -> int:
+    """A number for a record, the only part of it that a compiler reads."""
+    number = next(_numbers)
+    _records[number] = record
+    return number
+
+
+@torch.compiler.assume_constant_result
+def answer_of(number: int, question: str, *about: int) -> Any:
+    """The result of a method of a record. It becomes a constant of a graph, which is retraced if the modules change."""
+    return getattr(_records[number], question)(*about)

@@ -10,13 +10,13 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import MODULES, import_named_modules
 from hf_posenc.other_names import hint_for, hint_for_option
 from hf_posenc.schemes.config import SchemeConfig, nesting
-from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, kind_of, shown
+from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, declared_checks, kind_of, shown
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
@@ -30,8 +30,9 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
     """Class decorator that registers a `SchemeConfig` subclass under its `name`, as a frozen dataclass.
 
     Raises:
-        ValueError: if the class has no lower-case name, if another class has the name, or if an option is called
-            "scheme" or "type" (keys of the JSON form) or has the name of an attribute of every config.
+        ValueError: if the class has no lower-case name, if another class has the name, if an option is called
+            "scheme" or "type" (keys of the JSON form), has the name of an attribute of every config, or has
+            limits that options of its type do not have.
     """
     if "__dataclass_fields__" not in vars(config_class):
         dataclasses.dataclass(frozen=True)(config_class)
@@ -48,6 +49,7 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
             f"{config_class.__name__} has an option called {min(reserved)!r}, a key of the JSON form or an attribute "
             "of every config. Call it something else, for example 'inner' or 'kind'."
         )
+    declared_checks(cast(Any, config_class))
     _check_name(config_class)
     _SCHEMES[name] = config_class
     return config_class

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import reprlib
 from collections.abc import Callable, Iterable
@@ -207,14 +208,18 @@ def check_options(config: object) -> None:
         ValueError: naming the first field that has another type, or a value out of range.
     """
     config_class: Any = type(config)
-    for name, optional, check in _checks(config_class):
+    for name, optional, check in declared_checks(config_class):
         if not (optional and getattr(config, name) is None):
             check(config, name)
 
 
 @functools.cache
-def _checks(config_class: Any) -> list[tuple[str, bool, Callable[..., None]]]:
-    """The fields to check, whether they may be `None`, and their checks."""
+def declared_checks(config_class: Any) -> list[tuple[str, bool, Callable[..., None]]]:
+    """The fields to check, whether they may be `None`, and their checks.
+
+    Raises:
+        ValueError: for a field that is declared with limits that its check does not take.
+    """
     declared: dict[str, dataclasses.Field[Any]] = {}
     for owner in reversed(config_class.__mro__):  # A subclass may change the default of a field.
         fields = vars(owner).get("__dataclass_fields__", {})
@@ -222,8 +227,17 @@ def _checks(config_class: Any) -> list[tuple[str, bool, Callable[..., None]]]:
     checks: list[tuple[str, bool, Callable[..., None]]] = []
     for name, field in declared.items():
         kind, *others = kind_of(field).split(" | ")
-        check = functools.partial(field.metadata["check"] or _CHECKS[kind], **field.metadata["limits"])
-        checks.append((name, "None" in others, check))
+        check, limits = field.metadata["check"] or _CHECKS.get(kind), field.metadata["limits"]
+        if check is None:
+            known = f"which has no check. Use one of {', '.join(_CHECKS)}, or pass a check: option(default, check)."
+            raise ValueError(f"The option {config_class.__name__}.{name} is declared as {kind!r}, {known}")
+        try:
+            inspect.signature(check).bind(None, name, **limits)
+        except TypeError as error:
+            known = ", ".join([*inspect.signature(check).parameters][2:]) or "none"
+            wrong = f"The option {config_class.__name__}.{name} ({kind}) is declared with limits that it does not have"
+            raise ValueError(f"{wrong}: {error}. Its limits are: {known}.") from None
+        checks.append((name, "None" in others, functools.partial(check, **limits)))
     return checks
 
 

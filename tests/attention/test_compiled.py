@@ -257,6 +257,16 @@ def test_modules_that_rotate_and_compute_their_scores_are_one_graph(kind: str) -
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(tokens()).logits, wanted)
 
 
+def test_a_model_that_copies_its_config_in_its_forward_is_one_graph() -> None:
+    """For a decoder's cache. The config has the entry of the scheme, and the name of a loaded model."""
+    torch_since("2.13", "the copy of an object cannot be in a graph")
+    model = tiny("BartForConditionalGeneration").eval()
+    model.config._name_or_path = model.name_or_path = "some/model"
+    placed(model, SCHEMES["alibi"])
+    wanted = model(tokens()).logits
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(tokens()).logits, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_inductor_computes_the_same(scheme: str) -> None:

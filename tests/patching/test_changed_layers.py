@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.place.stack_record import StackRecord
 from tests.kits.decoding import left_padding
 from tests.matrix.running import drawn, patched, tokens
 from tests.patching.test_changed_models import exchange_the_base, put_a_stock_layer, put_beside
@@ -106,6 +108,39 @@ def test_a_layer_may_be_dropped_at_random_in_training_but_not_always() -> None:
         model(ids)
     with pytest.raises(UnsupportedError, match="did not run in this call"):
         model(ids)
+
+
+def test_the_first_calls_of_a_model_may_be_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one would search the layers, and await them all, while the first one is between two of them."""
+    model, ids, problem = patched("llama_gqa", "alibi"), tokens(1, 4), StackRecord.problem
+    expected = copy.deepcopy(model)(ids).logits
+    searches, between_layers, enters, finished = (threading.Event() for _ in range(4))
+    results: list[Tensor] = []
+
+    def slow_problem(record: StackRecord) -> str:
+        if threading.current_thread() is other:
+            searches.set()
+            between_layers.wait(10)
+        else:
+            other.start()
+            searches.wait(0.5)
+        return problem(record)
+
+    def before_layer(module: Any, *_: Any) -> None:
+        is_first = module is model.model.layers[0]
+        (enters if is_first else between_layers).set()
+        (finished if is_first else enters).wait(10)
+
+    monkeypatch.setattr(StackRecord, "problem", slow_problem)
+    other = threading.Thread(target=lambda: results.append(model(ids).logits))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *args: before_layer(*args) if threading.current_thread() is other else None
+    )
+    model.model.layers[1].register_forward_pre_hook(before_layer)
+    results.append(model(ids).logits)
+    finished.set()
+    other.join()
+    torch.testing.assert_close(results, [expected, expected])
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "bert"])

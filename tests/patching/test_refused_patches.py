@@ -27,7 +27,10 @@ from hf_posenc import (
     SinusoidalConfig,
     UnsupportedError,
     YarnScaling,
+    inspect_model,
+    native_scheme,
     patch_model,
+    unpatch_model,
 )
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
@@ -176,6 +179,17 @@ def test_arrangements_are_not_nested(config: Any) -> None:
 def test_what_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(TypeError, match="PreTrainedModel"):
         patch_model(nn.Linear(2, 2), "alibi")
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, torch.compile, nn.Sequential])
+@pytest.mark.parametrize("function", [unpatch_model, inspect_model, native_scheme])
+def test_the_model_in_a_wrapper_is_named(wrapper: Any, function: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"Pass the BertForMaskedLM inside it: (model\.get_submodule\(.*\))\."
+    ) as raised:
+        function(model := wrapper(model_of("bert")))
+    expression = raised.value.args[0].split(": ")[1].rstrip(".")
+    function(eval(expression, {"model": model}))
 
 
 def test_a_warning_turned_into_an_error_leaves_the_model_alone() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from hf_posenc import native_scheme, patch_model, unpatch_model
 from hf_posenc.export.programs import tracing
@@ -147,6 +148,21 @@ def test_the_context_of_the_caller_does_not_matter(context: str, scheme: str) ->
         loss.backward()
         outputs.append(loss.detach())
     assert torch.equal(*outputs)
+
+
+def test_layers_that_are_compiled_alone_run_without_a_graph() -> None:
+    """A graph of a short run would count towards the number after which torch compiles no more."""
+    torch._dynamo.reset()
+    model, graphs = built("LlamaForCausalLM"), CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=graphs)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        unpatch_model(patch_model(model, native_scheme(model)))
+    assert graphs.frame_count == 0
+    ids = torch.arange(6).unsqueeze(0)
+    torch.compile(lambda: patch_model(model, "alibi")(ids, use_cache=False), backend="eager")()
+    model(ids, use_cache=False)
+    assert graphs.frame_count > 0
 
 
 def test_the_default_dtype_of_the_caller_does_not_matter() -> None:

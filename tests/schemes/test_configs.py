@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+import hf_posenc
 from hf_posenc import other_names, patch_model
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.recipes import swap_scheme
@@ -190,3 +191,19 @@ def test_an_option_cannot_be_called_like_what_every_config_has(option):
     with pytest.raises(ValueError, match=f"option called '{option}'"):
         register_scheme(confusing)
     assert "confusing" not in list_schemes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "message"),
+    [
+        (int, {"min": 2}, "unexpected keyword argument 'min'.*minimum, maximum, even"),
+        (str, {}, "missing a required argument: 'choices'"),
+        (bytes, {}, "which has no check"),
+    ],
+)
+def test_limits_that_no_check_takes_are_refused_where_an_option_is_declared(kind, limits, message):
+    fields = [("size", kind, hf_posenc.option(kind(), **limits))]
+    limited = make_dataclass("Limited", fields, bases=(SchemeConfig,), frozen=True, namespace={"name": "limited"})
+    with pytest.raises(ValueError, match=f"Limited.size.*{message}"):
+        register_scheme(limited)
+    assert "limited" not in list_schemes()

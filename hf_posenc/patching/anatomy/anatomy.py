@@ -415,15 +415,16 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     inner = model if base is None else base()
     if not isinstance(inner, PreTrainedModel):
         given = f"the class {inner.__name__}" if isinstance(inner, type) else type(inner).__name__
-        if isinstance(inner, str | type):
+        named = inner.named_modules() if isinstance(inner, nn.Module) else ()
+        inside = next((each for each in named if isinstance(each[1], PreTrainedModel)), None)
+        if inside is not None:
+            advice = f"Pass the {type(inside[1]).__name__} inside it: model.get_submodule({inside[0]!r})."
+        elif isinstance(inner, str | type):
             advice = "Load the model first, for example with AutoModel.from_pretrained."
         elif type(inner).__module__.startswith(("torch.nn.modules", "transformers.models")):
             advice = "Pass the whole model that contains it."
         else:
-            advice = (
-                "Patch the model before it is wrapped (DistributedDataParallel, torch.compile), or pass the model "
-                "inside the wrapper: that of a SentenceTransformer is encoder[0].model."
-            )
+            advice = "Pass the model itself, which is an attribute of a pipeline and of a trainer: pipeline.model."
         raise TypeError(f"Expected a transformers PreTrainedModel, got {given}. {advice}")
     if is_part(inner):
         raise UnsupportedError(

@@ -55,6 +55,7 @@ def _subjects(anatomy: Anatomy, stacks: list[Stack]) -> list[PreTrainedModel]:
     return [[module for module in within if wanted <= set(map(id, module.modules()))][-1]]
 
 
+@torch.compiler.disable
 def run_briefly(
     anatomy: Anatomy,
     stacks: list[Stack],

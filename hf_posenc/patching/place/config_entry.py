@@ -24,6 +24,7 @@ files under that name do not contain a scheme that was placed in memory, so the 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -255,6 +256,13 @@ def carrier_class(stock: Any) -> Any:
             same = stock.__eq__(self, other)
             return same if same is NotImplemented else same and read_fields(self) == read_fields(other)
 
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            # Models copy their config in a forward. A compiler cannot trace `__reduce_ex__`.
+            clone = memo[id(self)] = type(self).__new__(type(self))
+            for name, value in self.__dict__.items():
+                clone.__dict__[name] = copy.deepcopy(value, memo)
+            return clone
+
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
             return (_empty_carrier, (stock,), *rest)
@@ -346,8 +354,8 @@ class SchemeName(str):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SchemeName:
         # The name of a copied model refers to the copy. The name of a copied config still refers to the original model.
-        holder = self.holder
-        return type(self)(str(self), self.entry, memo.get(id(holder), holder), self.length)
+        holder = memo.get(id(self.holder))
+        return self if holder is None else type(self)(str(self), self.entry, holder, self.length)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.entry, None, self.length)

@@ -8,8 +8,7 @@ checked before each call in which something has changed since the last one.
 from __future__ import annotations
 
 import copy
-import itertools
-import weakref
+import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,11 @@ from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import (
     PlacedForward,
+    answer_of,
     forward_on_instance,
     globals_used,
     leads_to,
+    number_of,
     reads_places,
     registered_function,
     remove_hook,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 _BACKEND = "_attn_implementation_internal"
 #: Training calls that a module may miss in a row. A module dropped in 9 of 10 calls does so once in 40,000 times.
 _MISSED_IN_TRAINING = 100
+#: Held during a search. Two threads whose first calls searched at once would await layers that the other has run.
+_SEARCHING = threading.RLock()
 _REPLACED = (
     "was replaced after patch_model, and the scheme was placed in the code that it had before. Restore it. Or call "
     "patch_model again, which examines the new code, and refuses it if a scheme would bypass it."
@@ -113,8 +116,14 @@ class StackRecord:
 
     def check(self) -> None:
         """Refuses a call of a stack that was changed after it was patched."""
-        if not torch.compiler.is_compiling() and self._is_unchanged():
-            return
+        if torch.compiler.is_compiling():
+            self._search()
+        elif not self._is_unchanged():
+            with _SEARCHING:
+                if not self._is_unchanged():
+                    self._search()
+
+    def _search(self) -> None:
         problem = answer_of(self.number, "problem")
         self.encoding.runtime.unattended = () if problem else answer_of(self.number, "_attentions_to_run")
         if problem:
@@ -482,18 +491,3 @@ def _along(path: str, module: Any) -> Iterator[tuple[nn.Module, str, nn.Module]]
 
 #: The attributes of a `LayerEncoding` that hold parts.
 KINDS_IN_LAYERS = ("query_key_map", "logit_bias", "logit_scale")
-_numbers = itertools.count()
-_records: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def number_of(record: Any) -> int:
-    """A number for a record, the only part of it that a compiler reads."""
-    number = next(_numbers)
-    _records[number] = record
-    return number
-
-
-@torch.compiler.assume_constant_result
-def answer_of(number: int, question: str, *about: int) -> Any:
-    """The result of a method of a record. It becomes a constant of a graph, which is retraced if the modules change."""
-    return getattr(_records[number], question)(*about)
