@@ -46,7 +46,7 @@ OTHERS = (
      "export/test_remote_code.py", "serve.md#share-it-with-its-code"),
     ("`evaluate`", '`evaluate.load("eval/position_encoding", "loss")`', "metrics/test_every_evaluation.py",
      "evaluations.md#modules-for-evaluate"),
-    ("dask", "`compare.py --executor dask`: the trainings of a study on a cluster", "training/test_executors.py",
+    ("dask", "`compare.py --executor dask`: the training runs of a study on a cluster", "training/test_executors.py",
      "studies.md#on-a-cluster"),
     ("submitit (SLURM)", "`compare.py --executor submitit`: one job for each training. SLURM itself was not run",
      "training/test_executors.py",

@@ -1,4 +1,4 @@
-"""Executors of trainings: processes on this machine, a dask cluster, or jobs of submitit."""
+"""Executors of training runs: processes on this machine, a dask cluster, or jobs of submitit."""
 
 from __future__ import annotations
 
