@@ -76,8 +76,8 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     together = state.num_processes > 1
     if together and (study.executor != "local" or study.workers > 1):
         raise SettingsError(
-            f"--executor and --workers send each training to one process, but {state.num_processes} processes were "
-            "launched to share every training. Launch one process, or omit --executor and --workers."
+            f"--executor and --workers send each training run to one process, but {state.num_processes} processes were "
+            "launched to share every training run. Launch one process, or omit --executor and --workers."
         )
     check_trackers(study)
     folder = Path(study.output_dir)

@@ -154,9 +154,9 @@ def page(record: dict[str, Any]) -> str:
 
 <!-- Written by docs/generate/tools.py. Edits are lost. -->
 
-This page lists the libraries that were tested with patched models. First come the tools that take a scheme as an
-argument, or that use a patched model as it is. The tables after that compare numbers: each row runs a tool on a tiny
-random Llama (or a BERT, if the row says so) with {len(SCHEMES)} schemes.
+This page lists the libraries that were tested with patched models. First come the tools that accept a scheme as an
+argument, or that work with a patched model unchanged. The tables after that compare numbers: each row runs a tool on a
+tiny random Llama (or a BERT, if the row says so) with {len(SCHEMES)} schemes.
 
 {others}
 

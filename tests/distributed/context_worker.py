@@ -207,7 +207,7 @@ REFUSED = {
     "rope in cross-attention": "(RotaryMap), and it is unknown whether the encoder's tokens are split too",
     "alibi in cross-attention": "(AlibiBias), and it is unknown whether the encoder's tokens are split too",
     "alibi packed": "Packed documents, and left padding without a mask, have positions that restart",
-    "alibi padded on the left": "attention_mask hides tokens before others. Pad rows on the right",
+    "alibi padded on the left": "attention_mask hides tokens before real tokens. Pad rows on the right",
     "alibi padded encoder": "this layer is not causal, so padding",
     "alibi own mask": "attention_mask is not (batch, 8), one number for each token of this process",
     "alibi dropout": "dropout of attention weights",

@@ -82,7 +82,7 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
             raise
         raise NotRunnableError(
             f"{type(module).__name__} could not be run on a few tokens to find out how it uses positions. With "
-            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}. State the arguments of such a run: "
+            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}. Define the arguments of such a run: "
             f"hf_posenc.register_architecture({module.config.model_type!r}, "
             "architecture=hf_posenc.Architecture(example_inputs=...))."
         ) from error
