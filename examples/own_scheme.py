@@ -1,4 +1,4 @@
-"""A position encoding of your own in four lines, compared with RoPE and ALiBi.
+"""Your own position encoding in four lines, compared with RoPE and ALiBi.
 
 A key at distance d loses `2 ** (3 - head) * log(1 + d / reach)` from its logit. You see how three small Llamas, trained
 on windows of 64 bytes of speeches, predict other speeches in windows of 64 to 512 bytes.

@@ -1,4 +1,4 @@
-"""What does a change of encoding cost a trained model, and how much of it does a little training bring back?
+"""What does a new encoding cost a trained model, and how much of that does a short training run recover?
 
 A small Llama learns to predict speeches byte by byte, with RoPE. Then it gets another encoding (`swap_scheme`), and 60
 more steps of training. You see the loss on speeches it has not read, right after the change and after the training.

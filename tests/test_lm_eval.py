@@ -143,7 +143,7 @@ def test_log_likelihoods_are_those_of_the_patched_model(folder, local_task, tmp_
         assert reported == pytest.approx(expected, abs=1e-3)  # rounded in the file
         right += expected.index(max(expected)) == question["answer"]
     assert results(tmp_path)["local_questions"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
-    # The stock model of the same weights gives other numbers, so that the comparison shows something.
+    # The stock model of the same weights gives different numbers, so that the comparison shows something.
     stock = [log_likelihood(unpatch_model(model), QUESTIONS[0]["question"], choice) for choice in (" dog", " cat")]
     first = next(sample for sample in samples(tmp_path) if sample["doc"] == QUESTIONS[0])
     assert [float(response[0][0]) for response in first["resps"]] != pytest.approx(stock, abs=1e-2)

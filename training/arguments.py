@@ -76,7 +76,7 @@ def check_effects(*groups: Any) -> None:
             refuse(f"is given without --{' or --'.join(needed)}, so it has no effect.", options, *groups)
     for name, options in _REPLACE.items():
         if name in given:
-            refuse(f"has no effect beside --{name}. Give only one of them.", options, *groups)
+            refuse(f"has no effect together with --{name}. Give only one of them.", options, *groups)
 
 
 @dataclass

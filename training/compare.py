@@ -8,7 +8,7 @@ A small Llama learns to predict the next token, a small BERT to fill in masked t
 a small ViT to classify pictures: once per scheme and seed, from the same weights and on the same batches. Each model is
 then evaluated at the lengths or resolutions of training, and at others. The output folder gets `results.json`,
 `table.md`, `report.html` and plots. Run the same command again to resume an interrupted study, or with more schemes,
-tasks or seeds to extend it. Processes on several machines can share the folder, and then share the trainings.
+tasks or seeds to extend it. Processes on several machines can share the folder, and then share the training runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
-    """Runs the trainings that have not ended, and writes results, tables, plots, report and cards.
+    """Starts the training runs that have not ended, and writes results, tables, plots, report and cards.
 
     Returns:
         The content of `results.json`.
@@ -76,8 +76,8 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     together = state.num_processes > 1
     if together and (study.executor != "local" or study.workers > 1):
         raise SettingsError(
-            f"--executor and --workers send each training to one process, but {state.num_processes} processes were "
-            "launched to share every training. Launch one process, or omit --executor and --workers."
+            f"--executor and --workers send each training run to one process, but {state.num_processes} processes were "
+            "launched to share every training run. Launch one process, or omit --executor and --workers."
         )
     check_trackers(study)
     folder = Path(study.output_dir)
@@ -156,7 +156,7 @@ def _prepare(
 def _run(
     cells: list[Cell], identities: dict[str, dict[str, Any]], state: PartialState, executor: Executor
 ) -> dict[str, dict[str, Any]]:
-    """Runs the trainings without a result, and returns the results of all trainings by name."""
+    """Starts the training runs without a result, and returns the results of all training runs by name."""
     outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
     for cell in cells:
         if cell.name in outcomes:
@@ -175,7 +175,7 @@ def _run(
 
 @contextmanager
 def _progress_bar(cells: list[Cell], disable: bool) -> Iterator[tqdm]:
-    """A progress bar for the steps of all trainings. Every second it reads the steps recorded by their workers."""
+    """A progress bar for the steps of all training runs. Every second it reads the steps recorded by their workers."""
     ended = Event()
     total, done = sum(cell.settings.max_steps for cell in cells), sum(cell.steps_done() for cell in cells)
     with tqdm(total=total, initial=done, unit="step", disable=disable) as bar:

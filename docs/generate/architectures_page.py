@@ -88,7 +88,7 @@ def _counts(records: list[FoundRecord]) -> str:
         "This page shows how hf_posenc works with each architecture of transformers. transformers "
         f"{transformers.__version__} has **{len(types)} architectures**. {state['without']} of them have no softmax "
         f"self-attention. Of the other {attending}:\n\n"
-        f"- **{state['works']} work**: in every part, each scheme passes all checks or is refused with a reason\n"
+        f"- **{state['works']} work**: in every part, each scheme passes all checks, or raises an error that says why\n"
         + (f"- {state['fails']} fail a check\n" if state["fails"] else "")
         + f"- {state['refused']} are refused with every scheme\n"
         f"- {state['unbuilt']} were not built for this test"

@@ -46,7 +46,7 @@ OTHERS = (
      "export/test_remote_code.py", "serve.md#share-it-with-its-code"),
     ("`evaluate`", '`evaluate.load("eval/position_encoding", "loss")`', "metrics/test_every_evaluation.py",
      "evaluations.md#modules-for-evaluate"),
-    ("dask", "`compare.py --executor dask`: the trainings of a study on a cluster", "training/test_executors.py",
+    ("dask", "`compare.py --executor dask`: the training runs of a study on a cluster", "training/test_executors.py",
      "studies.md#on-a-cluster"),
     ("submitit (SLURM)", "`compare.py --executor submitit`: one job for each training. SLURM itself was not run",
      "training/test_executors.py",
@@ -154,9 +154,9 @@ def page(record: dict[str, Any]) -> str:
 
 <!-- Written by docs/generate/tools.py. Edits are lost. -->
 
-This page lists the libraries that were tested with patched models. First come the tools that take a scheme as an
-argument, or that use a patched model as it is. The tables after that compare numbers: each row runs a tool on a tiny
-random Llama (or a BERT, if the row says so) with {len(SCHEMES)} schemes.
+This page lists the libraries that were tested with patched models. First come the tools that accept a scheme as an
+argument, or that work with a patched model unchanged. The tables after that compare numbers: each row runs a tool on a
+tiny random Llama (or a BERT, if the row says so) with {len(SCHEMES)} schemes.
 
 {others}
 

@@ -1,4 +1,4 @@
-"""The trainings of a study in one Parquet file: to read with pandas, and to go on with a study elsewhere.
+"""The training runs of a study in one Parquet file: to read with pandas, and to go on with a study elsewhere.
 
     python docs/study/archive.py pack outputs/compare runs.parquet
     python docs/study/archive.py unpack runs.parquet outputs/compare
@@ -30,7 +30,7 @@ from training.study.folder import taken as in_use
 _TEXTS = ("config", "training", "swap_options", "swap")
 #: Columns that are not part of a result: the name of the training, and what it began with.
 _NAME, _SETTINGS, _RATE = "name", "settings", "learning_rate"
-#: Where the file keeps what all trainings share.
+#: Where the file keeps what all training runs share.
 _STUDY = b"study"
 
 
@@ -43,14 +43,14 @@ class Training(NamedTuple):
 
 
 def pack(folder: Path, file: Path) -> int:
-    """Writes all trainings of a study that have ended, also those of a study that was stopped.
+    """Writes all training runs of a study that have ended, also those of a study that was stopped.
 
     Args:
         folder: the output folder of the study. What its `results.json` says of the whole is kept, if there is one.
         file: is replaced.
 
     Returns:
-        How many trainings there are.
+        How many training runs there are.
 
     Raises:
         SettingsError: if no training has ended.
@@ -103,14 +103,14 @@ def study_in(file: Path) -> dict[str, Any]:
 
 
 def unpack(file: Path, folder: Path) -> int:
-    """Writes the trainings of a file into the output folder of a study, which goes on from there.
+    """Writes the training runs of a file into the output folder of a study, which goes on from there.
 
     Args:
         file: what `pack` wrote.
-        folder: an output folder; may have trainings already.
+        folder: an output folder; may have training runs already.
 
     Returns:
-        How many trainings were written.
+        How many training runs were written.
 
     Raises:
         SettingsError: for a file that `pack` did not write, a folder of something else, or a training that the folder
@@ -138,7 +138,7 @@ def _table(file: Path) -> pyarrow.Table:
         raise SettingsError(f"{file} cannot be read: {error}") from error
     missing = sorted({_NAME, _SETTINGS, _RATE} - set(table.column_names))
     if missing:
-        raise SettingsError(f"{file} holds no trainings of a study: it has no column {missing[0]!r}.")
+        raise SettingsError(f"{file} holds no training runs of a study: it has no column {missing[0]!r}.")
     return table
 
 
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"archive: {error}", file=sys.stderr)
         return 2
-    print(f"Written to {options.target}: {count} trainings.")
+    print(f"Written to {options.target}: {count} training runs.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The claims of docs/study/protocol.md, each with its test on the packed trainings of the study.
+"""The claims of docs/study/protocol.md, each with its test on the packed training runs of the study.
 
 python docs/study/claims.py docs/study/runs
 """
@@ -48,7 +48,7 @@ LEARNED = 0.5
 NEIGHBOURS = 16
 
 Run = Mapping[str, Any]
-#: The trainings of each study by its name, as in `results.json`.
+#: The training runs of each study by its name, as in `results.json`.
 Runs = Mapping[str, Sequence[Run]]
 
 
@@ -72,7 +72,7 @@ class Measure:
     task: str = "causal"
 
     def values(self, runs: Runs) -> dict[int, float]:
-        """The number by seed, of the trainings that there are."""
+        """The number by seed, of the training runs that there are."""
         return {run["seed"]: self._value(run) for run in self._found(runs)}
 
     def by_text(self, runs: Runs) -> dict[int, list[float]]:
@@ -134,7 +134,7 @@ class Condition:
     at_least: float
 
     def holds(self, runs: Runs) -> bool:
-        """Whether it holds for the trainings that there are."""
+        """Whether it holds for the training runs that there are."""
         values = list(self.measure.values(runs).values())
         return bool(values) and float(np.mean(values)) >= self.at_least
 
@@ -355,7 +355,7 @@ def over_texts(first: Measure, second: Measure, runs: Runs) -> Interval | None:
 
 
 def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The trainings of every archive in a folder, by the name of its file.
+    """The training runs of every archive in a folder, by the name of its file.
 
     One that diverged also has the loss of a model that knows token frequencies, as `token_frequencies`.
 

@@ -20,7 +20,7 @@ STUDIES = {rate: f"reference_grid_{rate * 1000:g}e-3" for rate in RATES}
 def grid_table(runs: Runs) -> str:
     """Each scheme with the rate that has the lowest validation loss, and its difference from RoPE.
 
-    Nothing is shown before all trainings have ended, so that no choice depends on a part of them.
+    Nothing is shown before all training runs have ended, so that no choice depends on a part of them.
     """
     trained = {rate: finished(runs, study) for rate, study in STUDIES.items()}
     ended = [run for study in STUDIES.values() for run in runs.get(study, ())]

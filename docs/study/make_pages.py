@@ -135,7 +135,7 @@ def _difference(outcome: Outcome) -> tuple[str, str, str, str]:
 
 
 def diverged_table(runs: Runs) -> str:
-    """The trainings that diverged or could not be made, with the reason."""
+    """The training runs that diverged or could not be made, with the reason."""
     lines = [
         f"- `{run['scheme']}` ({study}, {run['task']}, seed {run['seed']}): {run['status']}, {run['reason']}"
         for study, rows in runs.items()
@@ -250,7 +250,7 @@ def speed_table(runs: Runs) -> str:
 
 
 def _steps_to(measure: Measure, runs: Runs, seeds: Mapping[int, Run]) -> str:
-    """The steps to a loss of the trainings that finished, if all of them have reached it."""
+    """The steps to a loss of the training runs that finished, if all of them have reached it."""
     if never_reached(runs, measure):
         return "not reached"
     return shown(mean_of(steps for seed, steps in measure.values(runs).items() if seed in seeds), 0)

@@ -45,7 +45,7 @@ def rates_table(runs: Runs) -> str:
 
 
 def other_rate_table(runs: Runs) -> str:
-    """Schemes with half of the chosen learning rate, beside the trainings of the main study with the chosen one."""
+    """Schemes with half of the chosen learning rate, beside the training runs of the main study with the chosen one."""
     trained, above, rows = finished(runs, "reference"), above_rope_at_better_rates(runs), []
     for scheme, seeds in finished(runs, "reference_half_rate").items():
         chosen, other = (tail_by_seed(by_seed, LENGTH) for by_seed in (trained.get(scheme, {}), seeds))
@@ -60,7 +60,7 @@ def other_rate_table(runs: Runs) -> str:
 def above_rope_at_better_rates(runs: Runs) -> dict[str, str]:
     """The loss of each scheme less that of RoPE, each with the rate of the two that has the lower mean.
 
-    A difference between trainings of two processors says so: other rounding alone moves a loss.
+    A difference between training runs of two processors says so: other rounding alone moves a loss.
     """
     trained = finished(runs, "reference")
     better = {
@@ -75,7 +75,7 @@ def above_rope_at_better_rates(runs: Runs) -> dict[str, str]:
 
 
 def _better(chosen: Mapping[int, Run], other: Mapping[int, Run]) -> dict[int, Run]:
-    """Of two rates, the trainings by seed with the one that has the lower mean over the common seeds."""
+    """Of two rates, the training runs by seed with the one that has the lower mean over the common seeds."""
     common = sorted(chosen.keys() & other.keys())
     return min(
         ({seed: by_seed[seed] for seed in common} for by_seed in (chosen, other)),

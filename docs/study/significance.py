@@ -163,7 +163,7 @@ def difference_over_texts(first: ArrayLike, second: ArrayLike, *, neighbours: in
 
 
 def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:
-    """The share of right answers over trainings that differ, with a credible interval (beta-binomial model).
+    """The share of right answers over training runs that differ, with a credible interval (beta-binomial model).
 
     Each training has its own share, drawn from a beta distribution with mean `m`, and the correlation `r` of two of its
     answers. The interval is that of `m`, with uniform priors of `m` and `r`. It is widened to the share itself where it
@@ -187,7 +187,7 @@ def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:
 
 @functools.cache
 def _log_likelihood(successes: int, trials: int) -> NDArray[np.float64]:
-    """`(means, correlations)`. Many trainings have the same number of right answers, such as none or all."""
+    """`(means, correlations)`. Many training runs have the same number of right answers, such as none or all."""
     from scipy import stats
 
     mean, correlation = np.meshgrid(_CENTRES, _CENTRES, indexing="ij")

@@ -82,7 +82,7 @@ def above_control(trained: Mapping[str, Mapping[int, Run]], scheme: str) -> Inte
 
 
 def best_speed(trained: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
-    """The trainings with the rate that has more of them, and the lower mean loss."""
+    """The training runs with the rate that has more of them, and the lower mean loss."""
     speeds = [trained.get(f"{scheme}-{speed}", {}) for speed in SPEEDS]
     return min(
         speeds,

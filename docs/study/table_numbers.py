@@ -1,4 +1,4 @@
-"""What the tables of docs/study share: which trainings they are about, and how numbers are shown."""
+"""What the tables of docs/study share: which training runs they are about, and how numbers are shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def filled(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 
 def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:
-    """The finished trainings of a task, by scheme and seed."""
+    """The finished training runs of a task, by scheme and seed."""
     trained: dict[str, dict[int, Run]] = {}
     for run in runs.get(study, ()):
         if run["task"] == task and run["status"] == "finished":
@@ -36,12 +36,12 @@ def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int
 
 
 def processors(seeds: Mapping[int, Run]) -> set[str | None]:
-    """The processors that some trainings ran on."""
+    """The processors that some training runs ran on."""
     return {run.get("processor") for run in seeds.values()}
 
 
 def seeds_of(runs: Runs, study: str, scheme: str, task: str = "causal") -> str:
-    """How many trainings of a scheme a row is about, such as "5", or "4 of 5" if one diverged or could not be made."""
+    """The number of training runs in a row, such as "5", or "4 of 5" if one diverged or could not be made."""
     statuses = [run["status"] for run in runs.get(study, ()) if (run["task"], run["scheme"]) == (task, scheme)]
     ended = statuses.count("finished")
     return str(ended) if ended == len(statuses) else f"{ended} of {len(statuses)}"

@@ -175,9 +175,9 @@ def check_targets(model: Any, config: Any) -> None:
                 f"model.{ATTRIBUTE} after get_peft_model."
             )
         raise UnsupportedError(
-            f"{field} of this {kind} names {path}, which has no effect in this model: the scheme {scheme!r} takes its "
-            f"place, and training it would change nothing. Give {field} names that do not select it. The scheme is "
-            "trained by hf_posenc.recipes.add_lora(model, config); native positions, after unpatch_model(model)."
+            f"{field} of this {kind} names {path}, which has no effect in this model: the scheme {scheme!r} replaces "
+            f"it, so training it would change nothing. Give {field} names that do not select it. The scheme is trained "
+            "by hf_posenc.recipes.add_lora(model, config); native positions, after unpatch_model(model)."
         )
 
 

@@ -452,7 +452,7 @@ def _check_adapter(model: Any, before: Any, source: Any) -> None:
         warn_about_no_scheme(model, source)
     elif before.config != model.position_encoding.config:
         raise UnsupportedError(
-            f"The adapter in {source} was trained with the scheme {before.config.name!r}, so it does not suit "
+            f"The adapter in {source} was trained with the scheme {before.config.name!r}, so it cannot be used with "
             f"{ATTRIBUTE}={model.position_encoding.config.name!r}. Leave out {ATTRIBUTE}, or load the base model of "
             "the adapter with it and train a new adapter."
         )

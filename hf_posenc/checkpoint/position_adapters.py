@@ -168,9 +168,9 @@ def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared:
     mismatch = difference(files.fingerprint, model, None if encoding is None else encoding.record.base_weights)
     if mismatch is not None:
         raise CheckpointError(
-            f"The scheme {name!r} in {source} was trained on other weights than those of this {type(model).__name__}: "
-            f"{mismatch}. Load it on the base model it was trained on. (For another base, call patch_model with the "
-            "scheme and train it again.)"
+            f"The scheme {name!r} in {source} was trained on different weights than those of this "
+            f"{type(model).__name__}: {mismatch}. Load it on the base model it was trained on. (For another base, call "
+            "patch_model with the scheme and train it again.)"
         )
     if encoding is not None and encoding.config != files.config:
         raise UnsupportedError(

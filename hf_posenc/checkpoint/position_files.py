@@ -95,7 +95,7 @@ def check_hash(entry: Mapping[str, Any], expected: Any, file: str) -> None:
     """Raises `CheckpointError` if the content of a file was edited."""
     if expected != hash_of(entry):
         raise CheckpointError(
-            f"{file} was edited after it was saved: its content does not have its hash. The scheme in it may not be "
+            f"{file} was edited after it was saved: its content does not match its hash. The scheme in it may not be "
             "the one that was trained. Restore the file, or save it again from the model. To use another scheme with "
             "the same base, call patch_model."
         )

@@ -97,7 +97,7 @@ def _copy_parameters(source: PositionEncoding, target: PositionEncoding, name: S
     if shapes != {key: tuple(parameter.shape) for key, parameter in wanted.items()}:
         raise UnsupportedError(
             f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}, and this class "
-            f"needs other parameters for it: {sorted(wanted)} instead of {sorted(given)}. {_SAVE}"
+            f"needs different parameters for it: {sorted(wanted)} instead of {sorted(given)}. {_SAVE}"
         )
     if any(parameter.device.type == "meta" for parameter in given.values()):
         raise UnsupportedError(

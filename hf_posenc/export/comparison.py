@@ -45,7 +45,7 @@ def excess(program: str, checks: Iterable[Check]) -> str:
     if not named:
         return ""
     sentence = ", ".join([named[0].replace(" by ", " differ by ", 1), *named[1:]])
-    return f"{program} gives other numbers. {sentence[0].upper()}{sentence[1:]}"
+    return f"{program} gives different numbers. {sentence[0].upper()}{sentence[1:]}"
 
 
 def accepted(checks: Iterable[Check]) -> tuple[Check, ...]:

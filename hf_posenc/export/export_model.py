@@ -114,8 +114,8 @@ def export_model(
         What was written, with the measured differences.
 
     Raises:
-        UnsupportedError: if the target cannot express the scheme, gives other numbers, or would lose the images or the
-            sound that the model reads.
+        UnsupportedError: if the target cannot express the scheme, gives different numbers, or would lose the images or
+            the sound that the model reads.
         FileExistsError: if the folder is not empty, or is a file.
         FileNotFoundError: for an empty path.
         UnknownNameError: for an unknown target, option or option of the upload.

@@ -199,8 +199,8 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
         stated, spans = native_length(target, stacks), spans_of(stacks)
     if stated is None:
         raise UnsupportedError(
-            f"The config of the {kind} states no length, so it is unknown how long the texts were that it was trained "
-            "on. Patch it with a scaling of your own: patch_model(model, NativeConfig(scaling=YarnScaling(factor=..., "
+            f"The config of the {kind} has no length, so the length of its training texts is unknown. Patch it with "
+            "your own scaling: patch_model(model, NativeConfig(scaling=YarnScaling(factor=..., "
             "original_max_positions=...)))."
         )
     scalings = [scheme.scaling for scheme in rotations if scheme.scaling is not None]
@@ -216,7 +216,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
         if method is not None:
             raise ValueError(f"{reason} No method is needed for that length. Leave out method={method!r}.")
         patch_model(model, "native", part=part)
-        return "" if length <= trained else f"extend_context has changed nothing but the length. {reason}"
+        return "" if length <= trained else f"extend_context has only changed the length. {reason}"
     refusals = []
     for name in _RECOMMENDED if method is None else (method,):
         try:

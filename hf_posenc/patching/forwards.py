@@ -105,7 +105,7 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
     for name in names_assigned(function.__code__):
         raise UnsupportedError(
             f"{function.__qualname__} assigns the global name {name}. A scheme runs this code with a copy of its "
-            "globals, so nobody else would see the value. Keep it in an attribute of the module, or in a list."
+            "globals, so no other code would see the value. Keep it in an attribute of the module, or in a list."
         )
     namespace = function.__globals__ | dict(replaced)
     # With `__name__`, dynamo would take the copy for the module itself and guard the globals of the module.

@@ -99,7 +99,7 @@ class Inspection:
         if self.in_force is not None:
             lines.append(f"  patched with: {_words(self.in_force)}")
         if self.disagreement:
-            lines.append(f"  not as it was patched: {self.disagreement}")
+            lines.append(f"  changed after it was patched: {self.disagreement}")
         lines.append(f"  context: {self.context}")
         for stack in self.stacks:
             kind = "causal" if stack.causal else "bidirectional"

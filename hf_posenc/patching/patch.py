@@ -372,8 +372,8 @@ def _indices(layers: Any) -> list[int]:
     for wrong in [value for value in values if isinstance(value, bool) or not isinstance(value, int)]:
         mask = " For a mask, pass layers=[layer for layer, chosen in enumerate(mask) if chosen]."
         raise TypeError(
-            f"`layers` holds {wrong!r} ({type(wrong).__name__}), which is not the index of a layer."
-            f"{mask if isinstance(wrong, bool) else ''}"
+            f"`layers` contains {wrong!r} ({type(wrong).__name__}), which is not the index of a "
+            f"layer.{mask if isinstance(wrong, bool) else ''}"
         )
     return sorted(set(values))
 
@@ -465,7 +465,7 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
     if unstated:
         warn_user(
             f"Scheme {unstated[0].label!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
-            "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
+            "one axis. rope_nd and swin read them as a grid that is filled row by row: set its `grid`. Schemes with "
             "`axes` raise an error unless a call passes position_ids of several axes."
         )
 

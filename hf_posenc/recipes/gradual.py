@@ -59,7 +59,7 @@ def place_blend(transaction: Transaction, scheme: SchemeConfig, part: str | None
     previous = transaction.encoding
     if previous is not None and _blends_in(previous.config):
         raise UnsupportedError(
-            f"This model is a blend already ({previous.config!r}). Train it to the end and call finish_blend(model), "
+            f"This model is already a blend ({previous.config!r}). Train it to the end and call finish_blend(model), "
             "or remove the blend with unpatch_model."
         )
     part = transaction.anatomy.part(part)

@@ -43,7 +43,9 @@ class SchemePhases:
     def __post_init__(self) -> None:
         for phase in self.phases:
             if not isinstance(phase, tuple | list) or len(phase) != 2 or not isinstance(phase[0], Integral):
-                raise ValueError(f"{phase!r} is no phase; expected a first step and a scheme, such as (0, 'native').")
+                raise ValueError(
+                    f"{phase!r} is not a phase; expected a first step and a scheme, such as (0, 'native')."
+                )
         object.__setattr__(self, "phases", tuple((int(step), scheme) for step, scheme in self.phases))
         if not self.phases or self.phases[0][0] != 0:
             raise ValueError(

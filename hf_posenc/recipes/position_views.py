@@ -88,7 +88,7 @@ class PositionViews:
         name = type(target).__name__
         if getattr(target.config, "is_encoder_decoder", False):
             raise UnsupportedError(
-                f"{name} is an encoder-decoder. Other positions are for causal language models: load one with "
+                f"{name} is an encoder-decoder. Changed positions are only for causal language models: load one with "
                 "AutoModelForCausalLM."
             )
         taken = inspect.signature(type(target).forward).parameters
@@ -110,8 +110,8 @@ class PositionViews:
         if any(getattr(module, "finds_documents", False) for module in self.target.modules()):
             encoding = current_encoding(self.target)
             raise UnsupportedError(
-                f"{'The scheme' if encoding is None else repr(encoding.config.name)} takes every decrease of the "
-                "positions for the start of another document, and with shift='cyclic' positions decrease within a "
+                f"{'The scheme' if encoding is None else repr(encoding.config.name)} treats every decrease of the "
+                "positions as the start of another document, and with shift='cyclic' positions decrease within a "
                 "document. Use shift='skip'."
             )
 
@@ -154,8 +154,8 @@ class PositionViews:
         refused = [name for name, value in passed if name in _REFUSED or is_cache(value)]
         if refused:
             raise UnsupportedError(
-                f"The inputs have {refused[0]}, with which positions are not free. Give plain rows, (batch, length), "
-                "or documents whose position_ids restart."
+                f"The inputs have {refused[0]}, which already determines the positions. Give plain rows, (batch, "
+                "length), or documents whose position_ids restart."
             )
         batch, length = inputs["labels"].shape
         if tuple(logits.shape[:2]) != (batch, length):
@@ -229,27 +229,27 @@ class PositionViews:
             encoding = current_encoding(self.target)
             scheme = "its own scheme" if encoding is None else f"the scheme {encoding.config.name!r}"
             raise UnsupportedError(
-                f"Other position_ids change nothing in this {name}: {scheme} does not read them, or its parameters are "
-                "still such that they have no effect. Train with the standard ones."
+                f"Changing position_ids has no effect in this {name}: {scheme} does not read them, or its parameters "
+                "have no effect yet. Train with the standard ones."
             )
         tolerance = max(_ROUNDED, _SHARE * effect)
         if spread_distance(same[view.real], usual[view.real]) > tolerance:
             raise UnsupportedError(
-                f"{name} gives other logits with the same positions and an explicit attention mask, so its views would "
-                "differ in more than their positions. Documents that share a row cannot be kept apart in both views of "
-                "a model with a window of attention, or of one that does not find them by their position_ids: use one "
-                "document per row (in the training scripts: --packing concatenate). A model whose positions do not "
-                "begin at 0 needs position_ids in its inputs."
+                f"{name} gives different logits with the same positions and an explicit attention mask, so its views "
+                "would differ in more than their positions. Documents that share a row cannot be kept apart in both "
+                "views of a model with a window of attention, or of one that does not find them by their position_ids: "
+                "use one document per row (in the training scripts: --packing concatenate). A model whose positions do "
+                "not begin at 0 needs position_ids in its inputs."
             )
         if spread_distance(moved[row, before], same[row, before]) > tolerance:
             raise UnsupportedError(
-                f"In this {name}, tokens change with the positions of later ones: it is not causal. Other positions "
-                "are for causal language models."
+                f"In this {name}, tokens change with the positions of later ones: it is not causal. Changed positions "
+                "are only for causal language models."
             )
         if changed is not None and spread_distance(changed[row, behind], moved[row, behind]) <= _NOTHING:
             raise UnsupportedError(
                 f"In this {name}, tokens behind a jump of the positions do not see those before it: its attention "
-                f"({self.target.config._attn_implementation}) takes the jump for the start of another document. Load "
+                f"({self.target.config._attn_implementation}) treats the jump as the start of another document. Load "
                 'the model with attn_implementation="sdpa".'
             )
         return True

@@ -106,8 +106,8 @@ def search_spectrum(
     if trained is None or not 0 < trained < length:
         known = "an unknown number of" if trained is None else trained
         raise ValueError(
-            f"length is {length}, and the model was trained on {known} tokens. Give a length past the trained one; "
-            "trained_length states that, if the config does not."
+            f"length is {length}, and the model was trained on {known} tokens. Give a longer length than the trained "
+            "one. If the config does not have that, pass trained_length."
         )
     tokens = checked_tokens(tokens, "tokens", target, 1)
     if tokens.shape[1] != length:
@@ -153,8 +153,8 @@ def _plain_rope(transaction: Transaction) -> RopeConfig:
     model, encoding = transaction.model, transaction.encoding
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"{type(model).__name__} is no decoder that predicts the next token, whose loss the search lowers. "
-            "Load the model with AutoModelForCausalLM."
+            f"{type(model).__name__} is not a decoder that predicts the next token, whose loss the search lowers. Load "
+            "the model with AutoModelForCausalLM."
         )
     scheme: SchemeConfig = native_scheme_of(transaction) if encoding is None else encoding.config
     if not isinstance(scheme, RopeConfig) or scheme.scaling is not None:

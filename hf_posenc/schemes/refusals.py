@@ -24,7 +24,7 @@ QUANTISED_CACHE = Environment(
 SLIDING_CACHE = Environment(
     "The cache of a sliding-window layer",
     {Need.OLDEST_KEYS: "but it has dropped the tokens before its first key"},
-    "Use use_cache=False, or give the scheme to layers without a window: patch_model(..., layers=...).",
+    "Use use_cache=False, or apply the scheme only to layers without a window: patch_model(..., layers=...).",
 )
 EVICTING_CACHE = Environment(
     "A cache that has dropped tokens between those it still has (SinkCache)",
@@ -43,7 +43,7 @@ PAGES_IN_GRAPHS = Environment(
     "Continuous batching in graphs",
     dict.fromkeys(
         (Need.WIDE_HEADS, Need.ROTATION_BY_INPUT, *BIASES),
-        "for which the lengths of the requests in a batch are read, and a graph does not know them",
+        "which needs the lengths of the requests in a batch, and a graph cannot read them",
     ),
     "Remove this setting.",
 )
@@ -58,22 +58,22 @@ PAGES_OF_FLASH = Environment(
 CONTEXT_PARALLELISM = Environment(
     "Context parallelism, which splits the tokens of a sequence across processes,",
     {
-        Need.ROTATION_BY_INPUT: "for which features of all tokens are needed, and torch exchanges their keys only",
+        Need.ROTATION_BY_INPUT: "for which features of all tokens are needed, and torch only exchanges their keys",
         **dict.fromkeys(NO_GROWING_CACHE, "and each process has only some of the tokens"),
-        Need.CROSS: "and whether the encoder's tokens are split, too, is unknown",
+        Need.CROSS: "and it is unknown whether the encoder's tokens are split too",
     },
-    "Use a scheme that reads nothing but positions (rope, alibi, t5, ...), or train without context parallelism.",
+    "Use a scheme that only depends on positions (rope, alibi, t5, ...), or train without context parallelism.",
 )
 SHARDED_WEIGHTS = Environment(
     "A model whose weights FSDP has already sharded",
-    {Need.PARAMETERS: "which it would not shard and whose gradients it would not reduce"},
+    {Need.PARAMETERS: "which FSDP would not shard, and whose gradients it would not reduce"},
     "Call patch_model before the model is sharded, or save the patched model and load it with its distributed_config.",
 )
 ADAPTION_PROMPTS = Environment(
     "A model with PEFT's adaption prompts (Llama-Adapter), which compute the queries of a layer a second time and "
     "rotate them with the phases of the stock model,",
     dict.fromkeys((Need.MAP, Need.ROTATION_BY_INPUT), "which the prompts would not follow"),
-    "Use LoRA, prompt tuning or prefix tuning, or a scheme that leaves queries as they are, such as alibi.",
+    "Use LoRA, prompt tuning or prefix tuning, or a scheme that does not change queries, such as alibi.",
 )
 LATENT_ATTENTION = Environment(
     "Multi-head latent attention, which rotates the last dimensions of its heads,",
@@ -111,29 +111,29 @@ CAPPED_LOGITS = Environment(
 SHARED_KEYS = Environment(
     "A layer that reads the keys of an earlier layer",
     {Need.KEYS_OF_LAYER: "but this layer does not update the cache"},
-    "Choose layers with layers= that neither read the keys of others nor are read by them, or use a scheme that treats "
+    "Choose layers with layers= that do not share keys with other layers, or use a scheme that treats "
     "all layers alike, such as 'rope' or 'alibi'.",
 )
 CACHE_OF_OTHERS = Environment(
-    "A model of which other layers read the same cache without the scheme",
+    "A model in which layers without the scheme read the same cache",
     dict.fromkeys((Need.WIDE_HEADS, Need.FEATURES), "and these layers expect keys of the usual width"),
-    "Use a scheme that leaves keys as wide as they are, such as 'rope' or 'alibi'.",
+    "Use a scheme that does not change the width of keys, such as 'rope' or 'alibi'.",
 )
 POOLED_PATCHES = Environment(
     "Attention over pooled patches",
-    dict.fromkeys(IN_ATTENTION, "but queries and keys have no common places on a grid"),
+    dict.fromkeys(IN_ATTENTION, "but queries and keys do not have positions on the same grid"),
     "Use an additive scheme, or 'none'.",
 )
 SPARSE_ATTENTION = Environment(
     "Sparse or approximate attention",
     dict.fromkeys(IN_ATTENTION, "but the logits of all pairs of tokens are never computed"),
     "Use a scheme that adds vectors to the embeddings, such as 'learned' or 'sinusoidal', or 'none'. If the config has "
-    "an `attention_type`, the model takes every scheme with full attention.",
+    "an `attention_type`, the model supports every scheme with full attention.",
 )
 GRADUAL_SWAP = Environment(
     "A gradual swap",
     {
-        **dict.fromkeys((Need.CORRECTED_LOGITS, Need.ROTATION_BY_INPUT), "which is right for one rotation only"),
+        **dict.fromkeys((Need.CORRECTED_LOGITS, Need.ROTATION_BY_INPUT), "which is only correct for a single rotation"),
         Need.WIDE_HEADS: "which cannot be done gradually",
         Need.WHOLE_POSITIONS: "but a blend multiplies them by a fraction",
     },
@@ -152,12 +152,12 @@ VLLM = Environment(
         (Need.KEY_TERMS, Need.BIAS),
         "and the kernels of the engine support no bias except one slope for each head, as in ALiBi",
     )
-    | {Need.SCALED_BIAS: "but the kernels of the engine take one slope for each head"},
+    | {Need.SCALED_BIAS: "but the kernels of the engine accept one slope for each head"},
     _OTHER_PROGRAM,
 )
 SGLANG = Environment(
     "SGLang",
-    _PAGED_ENGINE | dict.fromkeys(BIASES, "and the kernels of the engine support no bias and take no slopes"),
+    _PAGED_ENGINE | dict.fromkeys(BIASES, "and the kernels of the engine support neither a bias nor slopes"),
     _OTHER_PROGRAM,
 )
 

@@ -193,8 +193,9 @@ class LearnedWeights(nn.Module):
         """
         if type(self).reset_parameters is not LearnedWeights.reset_parameters:
             raise TypeError(
-                f"{type(self).__name__} overrides reset_parameters, which would be ignored: a weight starts as the "
-                "call of `learned` that makes it states. Override `learned`, or make all weights of the part yourself."
+                f"{type(self).__name__} overrides reset_parameters, which would be ignored: the call of `learned` that "
+                "creates a weight defines how it starts. Override `learned`, or create all weights of the part "
+                "yourself."
             )
         parameter = nn.Parameter(torch.empty(shape))
         starts = vars(self).setdefault("_starts", {})

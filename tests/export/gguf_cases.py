@@ -347,7 +347,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     # Beyond all numbers of these prompts.
     (partial(llama, None, **_OLMOE, clip_qkv=1000.0), "OlmoeForCausalLM clips queries, keys and values"),
-    (lambda: llama(name="GraniteForCausalLM", logits_scaling=2.0), "gives other numbers"),
+    (lambda: llama(name="GraniteForCausalLM", logits_scaling=2.0), "gives different numbers"),
     (lambda: llama(name="GlmForCausalLM", head_dim=8, pad_token_id=0), r"it lacks blk\.0\.ffn_gate\.weight"),
     *((partial(ministral, scheme), "a factor that grows with the position") for scheme in (None, "alibi", "none")),
     (
@@ -382,7 +382,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: t5(num_decoder_layers=3), "3 layers in the decoder and 2 in the encoder"),
     (lambda: t5(feed_forward_proj="gated-silu"), "activation 'silu' with a gate"),
     (lambda: t5(name="T5Model"), "has no output layer.*AutoModelForSeq2SeqLM"),
-    (lambda: tiny_encoder("BertForMaskedLM"), "no place for the head of BertForMaskedLM.*AutoModel"),
+    (lambda: tiny_encoder("BertForMaskedLM"), "cannot contain the head of BertForMaskedLM.*AutoModel"),
     (lambda: bert("t5"), r"jina-bert-v2: ALiBi is the only bias"),
     (lambda: bert(AlibiConfig(variant="asymmetric")), "asymmetric ALiBi"),
     (lambda: bert(["native", "rope"]), "adds vectors to the embeddings"),

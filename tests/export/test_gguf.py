@@ -238,7 +238,7 @@ def test_a_wrong_file_is_found(
 ) -> None:
     given = model()
     faulty(monkeypatch, given, fault)
-    refusal = r"(?s)(llama.cpp gives other numbers. The \S+.* differ by|cannot run the file).*What can be done:"
+    refusal = r"(?s)(llama.cpp gives different numbers. The \S+.* differ by|cannot run the file).*What can be done:"
     with pytest.raises(ExportError, match=refusal) as refused:
         exported(given, tmp_path / "out")
     # A stock Llama has no ALiBi.

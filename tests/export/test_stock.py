@@ -277,7 +277,7 @@ def test_a_wrong_claim_does_not_survive_the_comparison(build, scheme, wrong, pla
 
     monkeypatch.setattr(target, "CARRIERS", (Carrier("a wrong carrier", form),))
     model = patched(build, scheme)
-    with pytest.raises(UnsupportedError, match=f"a wrong carrier: plain transformers gives other numbers.*{place}"):
+    with pytest.raises(UnsupportedError, match=f"a wrong carrier: plain transformers gives different numbers.*{place}"):
         hf_posenc.export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     report = hf_posenc.export_model(model, tmp_path / "out", approximate=True)
@@ -296,7 +296,7 @@ def test_a_carrier_with_the_scheme_of_another_model_is_caught(tmp_path, monkeypa
         queries = next(value for key, value in form.state.items() if re.search(r"q_proj|query|\.q\.", key))
         queries.copy_(queries.flip(0))
     monkeypatch.setattr(target, "CARRIERS", (Carrier(carrier, lambda _: form),))
-    with pytest.raises(UnsupportedError, match="gives other numbers"):
+    with pytest.raises(UnsupportedError, match="gives different numbers"):
         hf_posenc.export_model(patched(*EXPRESSIBLE[name]), tmp_path / "out")
 
 

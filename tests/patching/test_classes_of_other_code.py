@@ -188,7 +188,7 @@ def test_positions_that_are_added_around_layers_are_noticed() -> None:
 
 
 def test_a_table_whose_first_row_is_unknown_is_refused() -> None:
-    """A padded row, whose tokens are counted, would get other positions."""
+    """A padded row, whose tokens are counted, would get the wrong positions."""
     model, ids = outsider("shifted"), tokens(2, 9)
     patch_model(model, "alibi")(ids)
     for scheme in ("native", "learned"):

@@ -159,7 +159,7 @@ def test_a_scheme_that_does_not_reach_the_length_refuses(
 def test_the_longest_length_that_is_saved_is_loaded(architecture: str, tmp_path: Path) -> None:
     model, longest = patched(architecture, "alibi"), 2**31 - 1
     if architecture == "roberta":  # Its config counts two rows more.
-        with pytest.raises(SequenceLengthError, match="cannot be stated in the config"):
+        with pytest.raises(SequenceLengthError, match="cannot be stored in the config"):
             extend_context(model, length=longest)
         longest -= 2
     extend_context(model, length=longest).save_pretrained(tmp_path)

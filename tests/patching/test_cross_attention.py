@@ -162,7 +162,7 @@ def test_decoders_that_are_given_the_states_of_an_encoder(name: str, cross: str)
         assert torch.allclose(padded, full, atol=TOLERANCE)
         if name == "GPT2LMHeadModel":
             return  # It puts its cache into an EncoderDecoderCache.
-        with pytest.raises(UnsupportedError, match=r"DynamicCache, which has no place for the keys of cross-attention"):
+        with pytest.raises(UnsupportedError, match=r"DynamicCache, which cannot store the keys of cross-attention"):
             model(TARGET, encoder_hidden_states=states, cache=DynamicCache(), use_cache=True)
 
 
@@ -344,7 +344,7 @@ IN_BART = "model.decoder.layers.1.encoder_attn"
     ("name", "path", "put", "reason"),
     [
         ("BartForConditionalGeneration", IN_BART, lambda stock, _: stock, "has no position encoding"),
-        ("BartForConditionalGeneration", IN_BART, lambda *_: torch.nn.Linear(32, 32), "took the place of an attention"),
+        ("BartForConditionalGeneration", IN_BART, lambda *_: torch.nn.Linear(32, 32), "replaced an attention module"),
         ("BartForConditionalGeneration", IN_BART, lambda _, moved: moved, "moved here from another"),
         # In a module of its own.
         (

@@ -278,7 +278,7 @@ class Renamed(OutsideDecoder):
 @torch.no_grad()
 def test_tokens_may_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, without, ids = outsider("", Renamed), outsider(""), tokens(2, 9)
-    with pytest.raises(UnsupportedError, match=r"its arguments: src\)\. State the arguments"):
+    with pytest.raises(UnsupportedError, match=r"its arguments: src\)\. Define the arguments"):
         patch_model(model, "alibi")
     same = {scheme: patch_model(without, scheme)(ids).logits for scheme in ("native", "none", "alibi")}
     inputs = Architecture(causal=True, example_inputs=lambda module, length: {"src": torch.arange(length)[None]})

@@ -157,5 +157,5 @@ def test_a_cuda_graph_of_a_manager_made_before_is_refused(monkeypatch: pytest.Mo
     check = next(iter(model.position_encoding.stacks.values())).runtime.pages
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match=r"a graph does not know them.*model\.init_continuous_batching"):
+    with pytest.raises(UnsupportedError, match=r"a graph cannot read them.*model\.init_continuous_batching"):
         check.check(torch.nn.Module())

@@ -121,7 +121,7 @@ def test_a_model_in_which_only_layers_with_a_window_rotate_needs_no_method() -> 
     length, native = 2 * model.config.max_position_embeddings, native_scheme(model)
     with pytest.raises(ValueError, match="only layers with a window rotate"):
         extend_context(model, length=length, method="rerope")
-    with pytest.warns(UserWarning, match="nothing but the length"):
+    with pytest.warns(UserWarning, match="has only changed the length"):
         extend_context(model, length=length)
     assert model.position_encoding.config == native
     assert model.config.max_position_embeddings == length

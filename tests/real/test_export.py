@@ -78,7 +78,7 @@ def test_onnxruntime(base: str, name: str, close: float, request: pytest.Fixture
         *(pytest.param(*row, marks=pytest.mark.slow) for row in ((None, "'bert'"), ("rope", "'jina-bert-v3'"))),
     ],
 )
-@pytest.mark.filterwarnings("ignore:llama.cpp gives other tokens:UserWarning")
+@pytest.mark.filterwarnings("ignore:llama.cpp tokenizes some texts differently:UserWarning")
 def test_embeddings_of_minilm_in_llama_cpp(name: str | None, carrier: str, minilm_folder: str, tmp_path) -> None:
     pytest.importorskip("xllamacpp")
     model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32)

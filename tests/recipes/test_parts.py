@@ -53,7 +53,7 @@ def test_a_gradual_swap_in_one_part_leaves_the_other_part_and_the_outputs() -> N
     swap = swap_scheme(model, "t5", gradual=True, sample=SAMPLE)
     assert swap.new.name == "t5"
     assert float((logits(LLAVA, model, **prompt) - before).abs().max()) <= 1e-5
-    with pytest.raises(UnsupportedError, match="a blend already"):
+    with pytest.raises(UnsupportedError, match="already a blend"):
         begin_blend(model, "alibi", part="vision")
     set_blend_strength(model, 1.0)
     with_new = logits(LLAVA, model, **prompt)

@@ -66,7 +66,10 @@ WRONG: list[tuple[partial[Any], str]] = [
     (partial(SchemePhases, ((1, "rope"),)), "step 0"),
     (partial(SchemePhases, ((0, "rope"), (5, "none"), (5, "alibi"))), "in order"),
     (partial(SchemePhases, ((0, "ropee"),)), "rope"),
-    *((partial(SchemePhases, (phase,)), "is no phase") for phase in (0, (0.5, "none"), ("0", "none"), (0, "none", 5))),
+    *(
+        (partial(SchemePhases, (phase,)), "is not a phase")
+        for phase in (0, (0.5, "none"), ("0", "none"), (0, "none", 5))
+    ),
     # A part without a step.
     *((partial(drope, *of), "at least 1") for of in ((10, 0.0), (10, 1.0), (1, 0.5), (10, NAN), (10, -0.5))),
     (partial(SchemePhasesCallback, "drope"), "drope"),

@@ -169,7 +169,7 @@ def test_what_is_no_archive_is_refused(finished: Path, tmp_path: Path, capsys: A
     (model / "config.json").write_text("{}")
     for words, message in (
         (["pack", tmp_path, file], "has no training that has ended"),
-        (["unpack", tmp_path / "other.parquet", tmp_path / "out"], "holds no trainings of a study"),
+        (["unpack", tmp_path / "other.parquet", tmp_path / "out"], "holds no training runs of a study"),
         (["unpack", file, tmp_path / "out"], "cannot be read"),
         (["unpack", whole, finished], "already"),
         (["unpack", tmp_path / "run.parquet", tmp_path / "out"], "Did you mean runs.parquet?"),

@@ -27,7 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a blend in one layer": (
         {"scheme": "alibi", "scheme_layers": "0", "gradual_steps": 2, "model_type": None, "config_overrides": None}
         | {"model_name_or_path": "x"},
-        "--gradual_steps has no effect beside --scheme_layers",
+        "--gradual_steps has no effect together with --scheme_layers",
     ),
     "a layer that is not there": ({"scheme": "alibi", "scheme_layers": "0,7"}, "contains [7]"),
     "corpus too small": ({"block_size": 60_000, "scheme": "alibi"}, "one row needs 60000"),
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a teacher elsewhere": ({"pose_length": 64, "self_distill": "true"}, "that the teacher of --distill"),
     "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "is for causal language models"),
     "far without positions": (
-        FAR | {"scheme": "none"}, "Other position_ids change nothing in this LlamaForCausalLM: the scheme 'none'",
+        FAR | {"scheme": "none"}, "Changing position_ids has no effect in this LlamaForCausalLM: the scheme 'none'",
     ),
     "far for what reads no ids": (FAR | {"scheme": "cope"}, "the scheme 'cope' does not read them"),
     "far past a table": (

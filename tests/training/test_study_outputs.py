@@ -168,7 +168,7 @@ def test_means_stand_with_their_intervals_and_notes_say_what_a_reader_has_to_kno
         "`rope`: dog test: No dog in this vocabulary.",
         "knows how often each token occurs, and nothing about its context, would have a loss of 3.125 nats per token",
         "python training/compare.py training/studies/tiny.yaml",
-        "24 of 28 trainings finished.",
+        "24 of 28 training runs finished.",
         "minutes of processor time, on",
     ):
         assert line in text

@@ -85,7 +85,7 @@ def test_a_label_of_several_schemes() -> None:
             "learning_rate, but max_steps is 0",
         ),
         ({"trainer": {"num_train_epochs": 3}}, "trainer has 'num_train_epochs'"),
-        ({"tasks": "copy", "task_options": {"copy": {"train_length": 8}}}, "train_length, which its trainings"),
+        ({"tasks": "copy", "task_options": {"copy": {"train_length": 8}}}, "train_length, which its training runs"),
         ({"schemes": "../none", "scheme_options": {"../none": {"scheme": "none"}}}, "String should match pattern"),
         ({"seeds": "0,-1"}, "whole numbers"),
         ({"max_steps": -1}, "--max_steps is -1; expected greater than or equal to 0"),

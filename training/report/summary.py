@@ -38,7 +38,7 @@ def _whole(study: Study) -> Iterator[str]:
     )
     yield (
         f"{start} for each scheme (a position encoding with its settings), task and seed: {size}. {len(finished)} of "
-        f"{len(study.runs)} trainings finished."
+        f"{len(study.runs)} training runs finished."
     )
     machine, gpu = study.machine, study.machine.get("gpu")
     clock = [run.seconds if gpu else run.cpu_seconds for run in finished]

@@ -1,1 +1,1 @@
-"""The study: schemes x tasks x seeds x lengths. It runs missing trainings, aggregates results and reports them."""
+"""The study: schemes x tasks x seeds x lengths. It starts missing training runs, and reports their results."""

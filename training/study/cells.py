@@ -39,7 +39,7 @@ def default_options(label: str, asked: SchemeOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the trainings of a study.
+    """One of the training runs of a study.
 
     Args:
         study: the settings of the whole study.
@@ -114,7 +114,7 @@ class Cell:
 
     @property
     def depth(self) -> int:
-        """The number of trainings that must end before this one."""
+        """The number of training runs that must end before this one."""
         return 0 if self.start is None else self.start.depth + 1
 
     @property
@@ -164,7 +164,7 @@ class Cell:
 
 
 def study_cells(study: StudySettings) -> list[Cell]:
-    """Returns all trainings of a study, ordered by seed, so that an interrupted study has complete seeds to compare.
+    """Returns all training runs of a study, ordered by seed, so that an interrupted study has complete seeds.
 
     A training that starts from another one comes after it.
     """
@@ -197,7 +197,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
 
 
 def _refuse_unused(study: StudySettings, cells: list[Cell]) -> None:
-    """Raises `SettingsError` for a setting of the study that none of its trainings uses."""
+    """Raises `SettingsError` for a setting of the study that none of its training runs uses."""
 
     def reason(name: str, cell: Cell) -> str | None:
         if name in cell.task.unused or name not in study._flags:
@@ -219,7 +219,7 @@ def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:
     task = study_task(name, settings, pretrained=study.model_name_or_path is not None)
     for field, reason in task.unused.items():
         if field in (options.model_extra or {}):
-            raise SettingsError(f"Task {name!r} has {field}, which its trainings do not use: {reason}.")
+            raise SettingsError(f"Task {name!r} has {field}, which its training runs do not use: {reason}.")
     task.check(study)
     return task
 

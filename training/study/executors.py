@@ -1,4 +1,4 @@
-"""Executors of trainings: processes on this machine, a dask cluster, or jobs of submitit."""
+"""Executors of training runs: processes on this machine, a dask cluster, or jobs of submitit."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
         if ignored:
             raise ValueError(f"the cluster is {pool.cluster!r}, which ignores {', '.join(dict.fromkeys(ignored))}")
         if {"nodes", "tasks_per_node"} & options.keys():
-            raise ValueError("a training is one task on one node, so nodes and tasks_per_node cannot be set")
+            raise ValueError("a training run is one task on one node, so nodes and tasks_per_node cannot be set")
     slots = study.worker_count(jobs, torch.cuda.device_count()) if local else study.workers or jobs
     # As multiprocessing does for child processes.
     path = os.environ.get("PYTHONPATH")

@@ -40,7 +40,7 @@ def is_free(lease: SoftFileLease, keep: bool = False) -> bool:
 
 @contextmanager
 def taken(folder: Path, writes: bool) -> Iterator[None]:
-    """Locks an output folder while shared files of all trainings are written. Waits for other processes.
+    """Locks an output folder while shared files of all training runs are written. Waits for other processes.
 
     A study uses common names there (`data`, `models`, `results.json`), so a folder with other content is refused.
     """
@@ -55,7 +55,7 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
 
 
 def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Compares trainings with the settings they began with. If all are equal, records the settings of new trainings.
+    """Compares training runs with the settings they began with. If all are equal, records the settings of new ones.
 
     Returns:
         The settings of each training, by its name.

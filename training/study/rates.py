@@ -66,7 +66,7 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
                 options[label] = options.get(label, SchemeOptions()).changed(chosen)
             elif not any((task, _label(label, rate)) in unsupported for rate in tried):
                 raise SettingsError(
-                    f"No learning rate can be chosen for {label!r} in the task {task!r}: none of its trainings with "
+                    f"No learning rate can be chosen for {label!r} in the task {task!r}: no training run with "
                     f"{', '.join(f'{rate:g}' for rate in tried)} finished. Try lower --learning_rates, or set one "
                     "in --scheme_options."
                 )

@@ -219,7 +219,7 @@ class SchemeOptions(BaseModel):
 
 
 class TaskOptions(BaseModel):
-    """How a task differs from the study. All other keys are settings of its trainings."""
+    """How a task differs from the study. All other keys are settings of its training runs."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
@@ -253,14 +253,14 @@ class StudySettings(TrainingSettings):
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Learning rates to choose from. Each scheme without its own rate is first trained with each of them, with a seed
     that the study does not use. In each task it then uses the rate with the lowest validation loss. The folder of these
-    trainings is next to the output folder, with '_rates' after its name.
+    training runs is next to the output folder, with '_rates' after its name.
     """
     rate_settings: dict[str, Any] = {}
-    """Settings of the trainings for choosing learning rates, such as '{max_steps: 500}'. Default: those of the
+    """Settings of the training runs for choosing learning rates, such as '{max_steps: 500}'. Default: those of the
     study.
     """
     rate_seed: int | None = Field(None, ge=0)
-    """Seed of the trainings for choosing learning rates. Default: the one after the largest of --seeds."""
+    """Seed of the training runs for choosing learning rates. Default: the one after the largest of --seeds."""
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
     model_name_or_path: str | None = None
     """A pretrained model that all schemes start from, on the hub or in a folder. Default: new weights."""
@@ -284,9 +284,9 @@ class StudySettings(TrainingSettings):
     imports: Names = []
     """Modules with your own schemes or architectures, on the import path or in this folder."""
     workers: int = Field(0, ge=0)
-    """Number of simultaneous trainings. 0: one per GPU, or one per CPU core without a GPU; on a cluster, all."""
+    """Number of simultaneous training runs. 0: one per GPU, or one per CPU core without a GPU; on a cluster, all."""
     executor: Literal["local", "submitit", "dask"] = "local"
-    """Where the trainings run: 'local' in processes; 'dask' on the cluster at the 'address' of --executor_options, or
+    """Where the runs execute: 'local' in processes; 'dask' on the cluster at the 'address' of --executor_options, or
     on a local one; 'submitit' in jobs of SLURM or, without it, on this machine.
     """
     executor_options: Assignments = {}
@@ -350,7 +350,7 @@ class StudySettings(TrainingSettings):
         return {*self.seeds, *(seed for options in self.task_options.values() for seed in options.seeds or ())}
 
     def worker_count(self, jobs: int, accelerators: int) -> int:
-        """Returns the number of simultaneous trainings."""
+        """Returns the number of simultaneous training runs."""
         return max(1, min(self.workers or accelerators or usable_cores(), jobs))
 
 

@@ -41,9 +41,9 @@ class SupersededError(RuntimeError):
 def run_cells(
     cells: list[Cell], identities: dict[str, dict[str, Any]], executor: Executor
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Runs the trainings, and yields each with its result as soon as it has ended.
+    """Runs the training runs, and yields each with its result as soon as it has ended.
 
-    Several processes with the same folder share the trainings. If the worker of a training is lost, the training is
+    Several processes with the same folder share the training runs. If the worker of a training is lost, the training is
     sent again.
     """
     waiting, running = list(cells), dict[Job, tuple[Cell, int]]()
@@ -93,7 +93,7 @@ def run_cells(
 
 
 def _ready(waiting: list[Cell], running: Iterable[Cell]) -> list[Cell]:
-    """Returns the waiting trainings whose starting model is ready."""
+    """Returns the waiting training runs whose starting model is ready."""
     open_cells = {cell.name for cell in (*waiting, *running)}
     return [cell for cell in waiting if cell.start is None or cell.start.name not in open_cells]
 

@@ -80,7 +80,7 @@ def _refuse_other_blocks(parts: ModelParts) -> None:
     name, config = parts.name, parts.model.config
     if parts.model.base_model is not parts.model:
         raise UnsupportedError(
-            f"llama.cpp's BERT ends with the hidden states, so there is no place for the head of {name}. Load the "
+            f"llama.cpp's BERT ends with the hidden states, so it cannot contain the head of {name}. Load the "
             "checkpoint with AutoModel to export its encoder"
         )
     if parts.stack.causal or getattr(config, "is_decoder", False):

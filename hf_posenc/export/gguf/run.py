@@ -109,9 +109,9 @@ def _run(
                 reasons = [line for line in lines if "error loading model: " in line or "GGML_ASSERT" in line]
                 reason = reasons[-1] if reasons else "it has ended without a reason"
                 raise UnsupportedError(
-                    f"llama.cpp cannot run the file: {reason}. Its code does not take these sizes or this vocabulary, "
-                    "or there is too little memory. Export to 'onnx', or use another model of this architecture. Its "
-                    f"last messages:\n{messages}"
+                    f"llama.cpp cannot run the file: {reason}. Its code does not support these sizes or this "
+                    "vocabulary, or there is too little memory. Export to 'onnx', or use another model of this "
+                    f"architecture. Its last messages:\n{messages}"
                 )
             raise RuntimeError(
                 f"The script that calls {runtime()} has failed, which has nothing to do with the model. Install the "

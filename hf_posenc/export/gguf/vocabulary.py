@@ -87,7 +87,7 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         if not wrong:
             if differing:
                 warn_user(
-                    "llama.cpp gives other tokens than this tokenizer for some text: "
+                    "llama.cpp tokenizes some texts differently than this tokenizer: "
                     f"{'; '.join(known[texts[place]] for place in differing)}. For such text, tokenize with "
                     "transformers and give llama.cpp the tokens, or export to 'onnx'."
                 )
@@ -100,7 +100,7 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     raise UnsupportedError(
         f"llama.cpp has no tokenizer that gives the same tokens as this {type(tokenizer).__name__}:\n"
         + "\n".join(differences)
-        + f"\nThe weights could be written, but text would be read differently. {_TO_ONNX}"
+        + f"\nThe weights could be written, but texts would be tokenized differently. {_TO_ONNX}"
     )
 
 

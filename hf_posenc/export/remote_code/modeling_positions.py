@@ -368,7 +368,7 @@ class Positions(nn.Module):
         kinds = {type(layer) for layer in getattr(cache, "layers", [cache])}
         if other := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise ValueError(
-                f"The bias of this model is remembered in a cache that grows, and {type(cache).__name__} consists of "
+                f"The bias of this model needs a growing cache, and {type(cache).__name__} consists of "
                 f"{other.pop().__name__}. Use DynamicCache, which generate does without cache_implementation."
             )
         place = self.num_layers + index
@@ -418,7 +418,7 @@ def attend(
     if bias is not None:
         if name not in ("eager", "sdpa"):
             raise ValueError(
-                f"The attention implementation {name!r} takes no bias. Load the model with "
+                f"The attention implementation {name!r} accepts no bias. Load the model with "
                 'attn_implementation="sdpa", or "eager".'
             )
         pairs = bias(query.shape[2])[..., -key.shape[2] :].to(query.device)

@@ -214,7 +214,7 @@ def _rotation(parts: ModelParts, kind: str, state: dict[str, Tensor]) -> dict[st
         return None
     width = native_rotary_dim(layers[0].stack, layers[0].attention) or head_dim
     if first.rotary_dim not in (0, width):
-        raise UnsupportedError(f"The file turns {width} dimensions of a head, and the scheme {first.rotary_dim}.")
+        raise UnsupportedError(f"The file rotates {width} dimensions of a head, and the scheme {first.rotary_dim}.")
     for layer, rotation in zip(layers, rotations, strict=True):
         fold(state, layer, rotation, native_pairing(layer.stack, layer.attention) or "half")
     return {"width": width, "frequencies": first.frequencies.tolist(), "attention_scaling": first.scaling}

@@ -23,9 +23,11 @@ def own_rotation(parts: ModelParts) -> StockForm:
     """
     name, layers = parts.name, parts.layers
     if any(layer.stack.reads_axes for layer in layers):
-        raise UnsupportedError(f"A {name} rotates by the coordinates of images, which one set of factors cannot state.")
+        raise UnsupportedError(
+            f"A {name} rotates by the coordinates of images, which one set of factors cannot express."
+        )
     if any(stack.tables for stack, _ in parts.stacks):
-        raise UnsupportedError(f"A {name} cannot exchange its table of positions for a rotation.")
+        raise UnsupportedError(f"A {name} cannot replace its position table with a rotation.")
     config, state = current_config(parts), stock_state(parts.model)
     by_layer_type: dict[str | None, dict[str, Any]] = {}
     for layer in layers:

@@ -188,7 +188,7 @@ def _teacher_forced(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
     else:
         logits = logits_of(model, torch.cat([prompts, answers], dim=1))[:, -answers.shape[1] - 1 : -1]
     if bool(logits.isnan().any()):
-        raise FloatingPointError("The logits are NaN, so none of them is the largest.")
+        raise FloatingPointError("The logits are NaN, so there is no most likely token.")
     return torch.eq(logits.argmax(dim=-1), answers.to(logits.device))
 
 

@@ -332,8 +332,8 @@ class Anatomy:
             kinds = sorted({type(module).__name__ for module in model.modules()})
             raise UnsupportedError(
                 f"{type(model).__name__} has no module that is known as softmax self-attention (classes: "
-                f"{', '.join(kinds[:12])}), so a position encoding cannot be placed in it. If one of them computes "
-                "attention, add it to `attention_classes` with hf_posenc.register_architecture."
+                f"{', '.join(kinds[:12])}), so it cannot be patched. If one of them computes attention, add it to "
+                "`attention_classes` with hf_posenc.register_architecture."
             )
         for stack, name in zip(self._stacks, _names(self._stacks, model), strict=True):
             stack.name = name
@@ -447,8 +447,8 @@ def refuse_remote_code(model: PreTrainedModel) -> None:
     if (parts := getattr(model.config, REMOTE_CODE, None)) is not None:
         raise UnsupportedError(
             f"This {type(model).__name__} runs the code of an export, with the positions {parts['scheme']!r}. They "
-            "cannot be exchanged or exported again. Load the checkpoint that was exported, or the stock model, and "
-            "patch that."
+            "cannot be changed or exported again. Load the checkpoint that was exported, or the stock model, and patch "
+            "that."
         )
 
 

@@ -130,8 +130,8 @@ def read_attentions(stack: Stack) -> list[AttentionLayer]:
     if len(sides) == 2:
         raise UnsupportedError(
             f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
-            "so the positions of the two sequences in one call cannot be told apart. In code of your own, derive the "
-            "classes of both from PreTrainedModel."
+            "so the positions of the two sequences in one call cannot be told apart. In your own code, derive both "
+            "classes from PreTrainedModel."
         )
     return layers
 
@@ -257,7 +257,7 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
         if "Indexer" in type(child).__name__:
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}) attends only to keys that its {type(child).__name__} selects with "
-                "queries and keys of its own. No scheme acts in that selection, so it would keep its native positions. "
+                "separate queries and keys. No scheme acts in that selection, so it would keep its native positions. "
                 "Use an architecture without an indexer; in a model of several modalities, `part` chooses another part."
             )
 

@@ -111,7 +111,7 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     query = next((name for name in _QUERY_NAMES if name in names), None)
     if query is None:
         raise unknown_seam(
-            f"The rotary function {getattr(function, '__name__', function)}{signature} takes no argument with the name "
+            f"The rotary function {getattr(function, '__name__', function)}{signature} has no argument with the name "
             f"of a query ({', '.join(_QUERY_NAMES)}), so its tensors cannot be recognised."
         )
     if not _VALUE_NAMES.isdisjoint(names):
@@ -289,8 +289,8 @@ def _pairing_with(width: int, function: Callable[..., Any]) -> Layout:
     name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
     raise unknown_seam(
         f"The rotary function {name} does not rotate the pairs of a layout (half, interleaved), or does more than "
-        f"that: with cosine 1 and sine 0 it maps dimension 0 to {identity[:, 0].tolist()}, with cosine 0 and "
-        f"sine 1 to {quarter[:, 0].tolist()}. A scheme replaces it, and what else it does would be lost."
+        f"that: with cosine 1 and sine 0 it maps dimension 0 to {identity[:, 0].tolist()}, with cosine 0 and sine 1 to "
+        f"{quarter[:, 0].tolist()}. A scheme replaces this function, so its other effects would be lost."
     )
 
 
@@ -324,7 +324,7 @@ def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float)
     query, key = output[:2] if isinstance(output, tuple) else (output, output)
     if not torch.equal(query, key):
         name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
-        raise unknown_seam(f"The rotary function {name} does not map queries and keys alike.")
+        raise unknown_seam(f"The rotary function {name} maps queries and keys differently, which no scheme does.")
     return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)
 
 

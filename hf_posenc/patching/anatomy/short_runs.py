@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ROUNDING, _HALF_ROUNDING = 16.0, 4.0
 #: What to do about unknown arguments, without the `model_type`.
 _STATE_INPUTS = (
-    "State the arguments of such a run: hf_posenc.register_architecture({!r}, "
+    "Define the arguments of such a run: hf_posenc.register_architecture({!r}, "
     "architecture=hf_posenc.Architecture(example_inputs=...))."
 )
 

@@ -207,9 +207,9 @@ def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
     registered = f" The attention function {function!r} was registered by other code." if function else ""
     return UnsupportedError(
         f"The positions of this {kind} ({model_type}, transformers {transformers.__version__}) were disabled, but "
-        f"{what} nevertheless. It has positions of its own, or wraps code that has, and they would remain active next "
-        f"to any scheme.{registered} Use the class and the attention function of transformers, or take positions out "
-        "of your own, and set a wrapper after patch_model."
+        f"{what} nevertheless. It computes positions itself, or wraps code that does, and these would remain active "
+        f"next to any scheme.{registered} Use the class and the attention function of transformers, or remove the "
+        "positions from your own code. Set a wrapper only after patch_model."
     )
 
 
@@ -278,8 +278,8 @@ def refuse_failing(trial: Transaction, config: SchemeConfig, stacks: list[Stack]
         cause = error.__cause__
         raise UnsupportedError(
             f"{config.name!r} cannot be computed in this {type(stacks[0].module).__name__}. A short run of the stock "
-            f"model succeeds, and fails with the scheme in its place: {type(cause).__name__}: {cause} Choose a scheme "
-            "of another kind: one that adds vectors, or one that acts in attention."
+            f"model succeeds, and fails with the scheme in its place: {type(cause).__name__}: {cause} Choose a "
+            "different kind of scheme: one that adds vectors, or one that acts in attention."
         ) from error
 
 

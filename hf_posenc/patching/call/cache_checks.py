@@ -67,7 +67,7 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     length = cached_length(keeper)
     if length is None or getattr(keeper, "__dict__", None) is None:
         raise UnsupportedError(
-            f"A {type(cache).__name__} does not state its length, or cannot keep a remark about its keys. Use one of "
+            f"A {type(cache).__name__} does not report its length, or cannot store a note about its keys. Use one of "
             "transformers' cache classes."
         )
     if position_ids is not None and (not isinstance(position_ids, Tensor) or position_ids.is_floating_point()):
@@ -158,8 +158,8 @@ def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
         )
     raise UnsupportedError(
         f"The cache holds {int(length)} tokens that were encoded with {known.name!r}, and this model now has "
-        f"{scheme.name!r}{' with other options' if known.name == scheme.name else ''}. Their keys do not suit it. "
-        "Start with a new cache."
+        f"{scheme.name!r}{' with other options' if known.name == scheme.name else ''}. Their keys cannot be used with "
+        "this scheme. Start with a new cache."
     )
 
 
@@ -193,7 +193,7 @@ class _RefusedInStock:
         if length:
             raise UnsupportedError(
                 f"The cache holds {length} tokens that were encoded with {self.name!r}, which has been removed from "
-                "the model. Their keys do not suit the stock model. Start with a new cache."
+                "the model. Their keys cannot be used with the stock model. Start with a new cache."
             )
         self.lift()
         return self.cache.update(*args, **kwargs)

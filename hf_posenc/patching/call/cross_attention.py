@@ -39,8 +39,8 @@ class CrossAttention(Rebound):
         cache = getattr(both, "cross_attention_cache", None)
         if both is not None and cache is None:
             raise UnsupportedError(
-                f"{type(self.module).__name__} was given a {type(both).__name__}, which has no place for the keys of "
-                "cross-attention alone. Pass an EncoderDecoderCache, as generate does, or use_cache=False."
+                f"{type(self.module).__name__} was given a {type(both).__name__}, which cannot store the keys of "
+                "cross-attention separately. Pass an EncoderDecoderCache, as generate does, or use_cache=False."
             )
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         # The keys in a cache are mapped.
@@ -100,8 +100,8 @@ class CrossAttention(Rebound):
             return function(module, query, key, value, mask, *args, **kwargs)
         if kwargs.pop(POSITION_BIAS, None) is not None and getattr(module, "has_relative_attention_bias", True):
             raise UnsupportedError(
-                f"{type(module).__name__} has a position bias of its own in cross-attention, which a bias of a scheme "
-                "would be added to. Choose a rotation, or leave cross-attention as it is."
+                f"{type(module).__name__} already has a position bias in cross-attention, to which a bias of the "
+                "scheme would be added. Choose a rotation, or leave out cross_attention."
             )
         keys = encoder_positions(state, key.shape[2], state.device)
         summands = [state.replica(cast("DistanceBias", summand)) for summand in self.encoding.summands]

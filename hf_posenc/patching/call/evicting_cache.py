@@ -50,7 +50,7 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
             shape = tuple(positions.shape) if isinstance(positions, Tensor) else positions
             raise UnsupportedError(
                 f"A layer of this {type(cache).__name__} holds {keys.shape[-2]} keys in each of {len(keys)} rows, and "
-                f"states the positions {shape} for them. Its key_positions must be integers, (batch or 1, keys)."
+                f"its key_positions have the shape {shape}. Its key_positions must be integers, (batch or 1, keys)."
             )
         stated[index] = positions
     first = next(iter(stated.values()), None)
@@ -60,7 +60,7 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
     if any(positions.shape[1] != first.shape[1] or bool((positions < 0).any()) for positions in stated.values()):
         raise UnsupportedError(
             f"The layers of this {type(cache).__name__} hold different numbers of keys, or different tokens of padded "
-            "rows, but a call has one mask for all layers. Begin with a new cache if a call has failed."
+            "rows, but a call has one mask for all layers. Start with a new cache if a call has failed."
         )
     return stated
 
@@ -162,7 +162,7 @@ class _SinkLayer(DynamicLayer):
             raise UnsupportedError(
                 f"A SinkCache of {keys.shape[-2] - key_states.shape[-2]} keys got {key_states.shape[-2]} more, but was "
                 "not told their positions. Use it with a patched model only (the native scheme is one: "
-                "patch_model(model, native_scheme(model))), and begin with a new cache after a call that failed."
+                "patch_model(model, native_scheme(model))), and start with a new cache after a call that failed."
             )
         self.keys, self.values = keys, values
         if coming.kept is not None:
@@ -264,7 +264,7 @@ class SinkCache(Cache):
         """
         if len({layer.seen for layer in self.layers if layer.key_positions is not None}) > 1:
             raise UnsupportedError(
-                "The layers of this SinkCache have seen different numbers of tokens, because a call did not end. Begin "
+                "The layers of this SinkCache have seen different numbers of tokens, because a call did not end. Start "
                 "with a new cache."
             )
         if len(position_ids) > 1 and bool((position_ids == position_ids[:1]).all()):

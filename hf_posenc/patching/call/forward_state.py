@@ -326,8 +326,8 @@ class ForwardState:
         if length < self.query_length:
             raise UnsupportedError(
                 f"A layer was given {length} of the {self.query_length} tokens of this call. It is not known which, so "
-                "their positions are unknown. Give every layer all tokens, or use a scheme that adds positions before "
-                "the first layer, such as 'learned'."
+                "their positions are unknown. Pass all tokens to every layer, or use a scheme that adds positions "
+                "before the first layer, such as 'learned'."
             )
         return ForwardState(length, offset=self.offset, device=self.device, memo=self.memo)
 

@@ -202,9 +202,9 @@ def require_window(state: ForwardState) -> None:
         "drops keys", lambda: drops_keys(state.cache_object), everywhere=True
     ):
         raise UnsupportedError(
-            f"This {type(state.cache_object).__name__} holds fewer keys than it has seen, and does not state which "
-            "positions they have, but this scheme needs them. Give its layers the attribute key_positions, "
-            "(batch or 1, keys), or use hf_posenc.SinkCache."
+            f"This {type(state.cache_object).__name__} holds fewer keys than it has seen, and does not report their "
+            "positions, which this scheme needs. Give its layers the attribute key_positions, (batch or 1, keys), or "
+            "use hf_posenc.SinkCache."
         )
 
 

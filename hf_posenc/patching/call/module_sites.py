@@ -128,8 +128,8 @@ class TableSite(PlacedForward):
             if (late if mask is None else late & (mask[:, :1] != 0).to(late.device)).any():
                 raise UnsupportedError(
                     f"The first token has row {int(rows.min())} of {self.table.path}, not row {self.table.origin}, so "
-                    "padded rows would get other positions. Declare hf_posenc.Architecture(rows_before=...) for this "
-                    "model type, with hf_posenc.register_architecture."
+                    "padded rows would get the wrong positions. Declare hf_posenc.Architecture(rows_before=...) for "
+                    "this model type, with hf_posenc.register_architecture."
                 )
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:

@@ -130,8 +130,8 @@ class Recomputation:
         if self.removed or (not self.has_run and torch._C._current_graph_task_id() != -1):
             raise UnsupportedError(
                 "A layer is recomputed in the backward pass (gradient checkpointing), but the position encoding of the "
-                "model was placed, changed or removed after its forward, so the gradients would be those of another "
-                "model. Call backward before patch_model and unpatch_model, or run the forward again."
+                "model was placed, changed or removed after its forward, so the gradients would be wrong. Call "
+                "backward before patch_model and unpatch_model, or run the forward again."
             )
         self.has_run = True
 

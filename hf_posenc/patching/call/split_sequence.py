@@ -4,8 +4,8 @@
 give each process a part of the tokens, not always adjacent ones, and replace `scaled_dot_product_attention`. Vectors,
 rotations and scales act before it. They are correct if the caller passes the positions of the tokens.
 
-What replaces it takes no bias. A layer with a bias gathers the keys and values of all processes itself, in the order of
-their positions, and computes the attention of its own queries with the kernels of this package. Adjacent tokens of a
+This replacement accepts no bias. A layer with a bias gathers the keys and values of all processes itself, in the order
+of their positions, and computes the attention of its own queries with the kernels of this package. Adjacent tokens of a
 process are a *run*. To a bias, a run looks like new tokens after those in a cache, so every bias that a cache allows
 can be computed, whatever it reads. Later keys are hidden by the bias, because a mask has an entry for every pair.
 """
@@ -261,7 +261,7 @@ def _is_padded(mask: Any, group: Any, order: Tensor, length: int) -> bool:
         )
     real = _all_gathered(mask, group, 1).index_select(1, order) != 0
     if bool((~real[:, :-1] & real[:, 1:]).any()):
-        raise UnsupportedError(f"{_WITH_BIAS}attention_mask hides tokens before others. Pad rows on the right.")
+        raise UnsupportedError(f"{_WITH_BIAS}attention_mask hides tokens before real tokens. Pad rows on the right.")
     return not bool(real.all())
 
 

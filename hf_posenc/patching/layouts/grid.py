@@ -226,7 +226,7 @@ class Grid(Layout):
                 names = " and ".join(table.full_name for table in self.tables)
                 raise UnsupportedError(
                     f"{type(stack.module).__name__} numbers the patches of a frame and the frames in separate tables "
-                    f"({names}), so the vectors of a scheme have no place in it. Use a scheme that acts inside "
+                    f"({names}), so the vectors of a scheme cannot replace them. Use a scheme that acts inside "
                     "attention."
                 )
             report.placed.append(f"additive: {self.tables[0].full_name}")

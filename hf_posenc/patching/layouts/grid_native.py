@@ -243,8 +243,8 @@ def _places(table: OwnedTable, grid: Grid) -> tuple[int, ...]:
     side = math.isqrt(rows)
     if side * side != rows:
         raise UnsupportedError(
-            f"The position table {table.full_name} has {rows} rows, which are no square grid, and the config states no "
-            "image size, so its native scheme cannot be described. Any scheme can replace it."
+            f"The position table {table.full_name} has {rows} rows, which do not form a square grid, and the config "
+            "has no image size, so its native scheme cannot be described. Any scheme can replace it."
         )
     return side, side
 

@@ -296,7 +296,7 @@ def refuse_running_batches(model: nn.Module) -> None:
         if model in manager.model.modules() or manager.model in model.modules():
             raise UnsupportedError(
                 f"Continuous batching is running on this {type(model).__name__}, and its pages hold keys of the "
-                "current position encoding, which therefore cannot be changed now. Stop it first "
+                "current position encoding, so the encoding cannot be changed now. Stop it first "
                 "(manager.stop(block=True)), and call model.init_continuous_batching() again afterwards."
             )
 

@@ -221,7 +221,7 @@ def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: 
     stated = native if length == lengths.native else dict.fromkeys(native, length + lengths.rows_before)
     if not all(map(is_length, stated.values())):
         raise SequenceLengthError(
-            f"A context of {length} tokens cannot be stated in the config of {type(model).__name__}, where a length is "
+            f"A context of {length} tokens cannot be stored in the config of {type(model).__name__}, where a length is "
             "at most 2147483647. Choose a shorter length, or a smaller factor of the scaling."
         )
     _write_attributes(encoding, model, native, stated)

@@ -267,8 +267,8 @@ class SchemeRecord:
                 )
             named = "no scheme" if entry is None else described(entry)
             return (
-                f"{placed} its config names {named}, so it could not be loaded again. The config was exchanged, or "
-                "only a part of the model was patched. Restore the config, or call unpatch_model on the model that was "
+                f"{placed} its config names {named}, so it could not be loaded again. The config was replaced, or only "
+                "a part of the model was patched. Restore the config, or call unpatch_model on the model that was "
                 "patched, and patch_model on this one."
             )
         lost = exchanged(model, self.stacks.values())

@@ -237,8 +237,8 @@ class StackRecord:
             if reads_places(function, self.attentions[0], self.encoding.layers[0]):
                 return (
                     f"The attention function {self.stack.config._attn_implementation!r} was registered by other code, "
-                    "and its result depends on the order of keys. It has positions of its own, which would act next to "
-                    "the scheme. Use a function of transformers, or take the positions out of yours."
+                    "and its result depends on the order of keys. It computes positions itself, which would be used in "
+                    "addition to the scheme. Use a function of transformers, or remove the positions from yours."
                 )
             self.function = function
         changed = changed_fields(self.fields, self.stack.config)
@@ -265,9 +265,9 @@ class StackRecord:
             is_known = id(module) in known or not known.isdisjoint(map(id, module.modules()))
             if not is_known and module.state_dict():
                 return (
-                    f"{'.'.join(path)} ({type(module).__name__}) of this {type(self.stack).__name__} took the place of "
-                    "an attention in which patch_model had placed the scheme, and would run without it. Call "
-                    "patch_model again, which examines it, or unpatch_model. To drop a layer, remove it from its list."
+                    f"{'.'.join(path)} ({type(module).__name__}) of this {type(self.stack).__name__} replaced an "
+                    "attention module that patch_model had patched, and would run without the scheme. Call patch_model "
+                    "again, which examines it, or unpatch_model. To drop a layer, remove it from its list."
                 )
         return ""
 
@@ -449,7 +449,7 @@ class StacksInside:
                 lost = lost or exchanged(other, [record for record in stacks if id(record.stack) in inside])
         if not lost:
             self.way = [*_way_to([record.stack for record in stacks], self.model)]
-        return f"This {type(self.model).__name__} is not as it was patched: {lost}" if lost else ""
+        return f"This {type(self.model).__name__} was changed after it was patched: {lost}" if lost else ""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called before each forward."""
@@ -471,8 +471,8 @@ def exchanged(model: nn.Module, stacks: Iterable[StackRecord]) -> str:
     if lost is None:
         return ""
     return (
-        f"its {type(lost).__name__} was exchanged after patch_model, and the new one lacks this scheme. "
-        "Call unpatch_model on the model that the new one was taken from, and patch_model on this one."
+        f"its {type(lost).__name__} was replaced after patch_model, and the new one lacks this scheme. Call "
+        "unpatch_model on the model that the new one was taken from, and patch_model on this one."
     )
 
 

@@ -191,7 +191,7 @@ class Transaction:
             yield
             return
         if problem := self.change():
-            raise UnsupportedError(f"This {type(self.model).__name__} is not as it was patched: {problem}")
+            raise UnsupportedError(f"This {type(self.model).__name__} was changed after it was patched: {problem}")
         self.refuse_running()
         self._refuse_foreign_forwards(cast("PositionEncoding", encoding or before))
         try:

@@ -77,7 +77,7 @@ class StudyTask:
 
     Args:
         name: "causal", "masked", "embedding", "images", or the name of a synthetic task.
-        settings: the settings of its trainings.
+        settings: the settings of its training runs.
         pretrained: whether its models begin with pretrained weights.
 
     Attributes:
@@ -128,7 +128,7 @@ class StudyTask:
         """Raises `SettingsError` for settings with which nothing could be measured."""
 
     def refusal(self, swap: SwapArguments) -> str | None:
-        """Returns why its trainings cannot have these options of a swap; `None` if they can."""
+        """Returns why its training runs cannot have these options of a swap; `None` if they can."""
         return None
 
     def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
