@@ -154,7 +154,7 @@ class TestTrainedBase:
             model = copy.deepcopy(model)
         with pytest.warns(UserWarning, match=r"weights .* not those .*save_pretrained.*freeze"):
             save_position_adapter(model, tmp_path / "scheme")
-        with pytest.raises(CheckpointError, match="other weights"):
+        with pytest.raises(CheckpointError, match="different weights"):
             load_position_adapter(base(stock), tmp_path / "scheme")
         # The warning leaves the choice: these weights may be a base that is saved elsewhere.
         unpatch_model(model).save_pretrained(tmp_path / "new base")
@@ -190,7 +190,7 @@ def _without_memory() -> Any:
 TUNED = r"\d+ of \d+ tensors differ"
 #: Models that a saved scheme does not belong on, and what the error says.
 STRANGERS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "another checkpoint of the same shape": (lambda _: made(seed=1), CheckpointError, "trained on other weights"),
+    "another checkpoint of the same shape": (lambda _: made(seed=1), CheckpointError, "trained on different weights"),
     "a sibling": (lambda stock: trained(base(stock)), CheckpointError, TUNED),
     "a sibling, bfloat16": (lambda stock: trained(base(stock)).bfloat16(), CheckpointError, TUNED),
     "a sibling, float16": (lambda stock: trained(base(stock)).half(), CheckpointError, TUNED),

@@ -203,7 +203,7 @@ REFUSED = {
     "fire": ("LlamaForCausalLM", "fire", "has no FireBias"),
     "ssmax": ("LlamaForCausalLM", "ssmax", "has no factor of the logits"),
     "schedule": ("LlamaForCausalLM", InterleavedConfig(every=2), "different frequencies"),
-    "half of a head": ("LlamaForCausalLM", RopeConfig(rotary_dim=4), "turns 8 dimensions of a head"),
+    "half of a head": ("LlamaForCausalLM", RopeConfig(rotary_dim=4), "rotates 8 dimensions of a head"),
     "stablelm": ("StableLmForCausalLM", "alibi", "do not pass the positions of tokens to their attention"),
     "gpt2": ("GPT2LMHeadModel", "alibi", "written for decoders like Llama"),
     "stock": ("LlamaForCausalLM", None, "Use save_pretrained"),

@@ -66,7 +66,7 @@ class Checkpoint(FileKind):
 class ConfigEntry(Checkpoint):
     """Structured mutation of what the library reads of `config.json`."""
 
-    title = "`config.json`: types, extremes, missing and foreign keys, nesting, exchanged schemes"
+    title = "`config.json`: types, extremes, missing and unknown keys, nesting, replaced schemes"
     file = "config.json"
     inputs = 260
 
@@ -141,7 +141,7 @@ def blends(depth: int) -> Any:
 class ConfigBytes(Checkpoint):
     """Damage to the bytes of `config.json`."""
 
-    title = "`config.json`: flipped bits, cuts, insertions in its position encoding"
+    title = "`config.json`: flipped bits, truncations, insertions in its position encoding"
     file = "config.json"
     inputs = 60
     subjects = ("t5", "rope", "several")
@@ -160,7 +160,7 @@ class ConfigBytes(Checkpoint):
 class WeightsHeader(Checkpoint):
     """Damage to the header of `model.safetensors`. The numbers behind it have no checksum in this format."""
 
-    title = "`model.safetensors`: damage to the header, cuts anywhere"
+    title = "`model.safetensors`: damage to the header, truncation anywhere"
     file = "model.safetensors"
     inputs = 60
     subjects = ("t5", "rope", "several", "layers")

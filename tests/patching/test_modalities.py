@@ -76,9 +76,9 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 ]
 #: What a family says of the schemes that it cannot take.
 REFUSALS = {
-    "vision-hiera": "common places",
-    "vision-segformer": "common places",
-    "vision-pvt_v2": "common places",
+    "vision-hiera": "same grid",
+    "vision-segformer": "same grid",
+    "vision-pvt_v2": "same grid",
     "video-timesformer": "not the patches of an image",
 }
 

@@ -130,9 +130,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("t5_encoder", "alibi", {"part": "encoder"}, r"Known: text\. 'encoder' is a stack of the part 'text'"),
     ("llama_gqa", T5Config(), {}, r"Not a scheme: the T5Config of transformers; .* such as hf_posenc\.T5Config\(\)"),
     ("image-text-llava", "alibi", {"part": "txt"}, r"Unknown part 'txt'.*Known: text, vision"),
-    ("vision-pvt", "alibi", {"part": "vision", "axes": 2}, "common places"),
+    ("vision-pvt", "alibi", {"part": "vision", "axes": 2}, "same grid"),
     ("vision-seggpt", "learned", {"part": "vision", "num_positions": 512}, "A short run of the stock model succeeds"),
-    ("other-pi0", "pope", {"part": "text"}, "read the same cache without the scheme"),
+    ("other-pi0", "pope", {"part": "text"}, "layers without the scheme read the same cache"),
     ("other-bros", "alibi", {}, "distances of boxes"),
 ]  # fmt: skip
 

@@ -34,6 +34,6 @@ def test_a_fine_tuned_sibling_of_smollm2_is_refused(saved, smollm2_folder):
     sibling(ids, labels=ids).loss.backward()
     optimizer.step()
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(CheckpointError, match=r"trained on other weights.*tensors differ"):
+        with pytest.raises(CheckpointError, match=r"trained on different weights.*tensors differ"):
             load_position_adapter(sibling.to(dtype), saved)
         assert not hasattr(sibling, "position_encoding")

@@ -210,9 +210,9 @@ def test_documents_of_a_packed_row_stay_apart(name, scheme):
     ("name", "scheme", "message"),
     [
         ("llama_gqa", "none", "the scheme 'none' does not read them"),
-        ("llama_gqa", "forget_gate", "change nothing"),
-        ("llama_gqa", "repo", "change nothing"),
-        ("gpt2", "cope", "change nothing"),
+        ("llama_gqa", "forget_gate", "has no effect"),
+        ("llama_gqa", "repo", "has no effect"),
+        ("gpt2", "cope", "has no effect"),
         ("bloom", None, "takes no position_ids"),
         ("bart", None, "is an encoder-decoder"),
         ("bert", None, "it is not causal"),
@@ -304,7 +304,7 @@ def test_a_batch_without_pairs_of_tokens_adds_nothing_and_is_not_the_one_that_is
     hook = PerturbedSelfDistillation(model)
     assert float(hook({"input_ids": ids, "labels": ids}, model(ids), torch.tensor(7.0), 1).detach()) == 7
     ids = tokens()
-    with pytest.raises(UnsupportedError, match="change nothing"):
+    with pytest.raises(UnsupportedError, match="has no effect"):
         hook({"input_ids": ids, "labels": ids}, model(ids), torch.zeros(()), 26)
 
 

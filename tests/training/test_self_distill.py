@@ -44,7 +44,7 @@ def test_a_run_distils_itself(packing: str, texts: Path, tmp_path: Path) -> None
 
 def test_a_run_that_could_not_learn_it_says_why(texts: Path, tmp_path: Path, capsys: Any) -> None:
     short = {"scheme": "learned", "scheme_options": '{"num_positions": 32}'}
-    for changes, message in (({"scheme": "none"}, "change nothing"), (short, "reach 32")):
+    for changes, message in (({"scheme": "none"}, "has no effect"), (short, "reach 32")):
         options = {"packing": "concatenate", "max_steps": 2, "self_distill": "true"} | changes
         assert run(words(texts, tmp_path / message, **options)) == 2
         assert message in capsys.readouterr().err
@@ -63,7 +63,7 @@ def test_a_study_with_and_without(texts: Path, tmp_path: Path, no_figures: None,
     assert compare.main(words) == 0, capsys.readouterr().err
     runs = {run["scheme"]: run for run in study_runs(tmp_path / "out").values()}
     assert runs["none"]["status"] == "unsupported"
-    assert "change nothing" in runs["none"]["reason"]
+    assert "has no effect" in runs["none"]["reason"]
     assert all(runs[name]["status"] == "finished" for name in ("control", "self", "cyclic"))
     assert runs["self"]["curve"]["train_loss"][-1] > runs["control"]["curve"]["train_loss"][-1]
     assert compare.main(study_words(texts, tmp_path / "out", **options, tasks="masked")) == 2
