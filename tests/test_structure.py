@@ -101,13 +101,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 55_833
+    assert sum(lines) <= 55_837
     assert max(lines) <= 500
     assert len(lines) <= 300
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 58_302)]
+    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 58_595)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

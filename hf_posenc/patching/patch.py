@@ -372,8 +372,8 @@ def _indices(layers: Any) -> list[int]:
     for wrong in [value for value in values if isinstance(value, bool) or not isinstance(value, int)]:
         mask = " For a mask, pass layers=[layer for layer, chosen in enumerate(mask) if chosen]."
         raise TypeError(
-            f"`layers` contains {wrong!r} ({type(wrong).__name__}), which is not the index of a "
-            f"layer.{mask if isinstance(wrong, bool) else ''}"
+            f"`layers` contains {wrong!r} ({type(wrong).__name__}), which is not a layer index."
+            f"{mask if isinstance(wrong, bool) else ''}"
         )
     return sorted(set(values))
 

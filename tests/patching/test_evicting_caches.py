@@ -249,7 +249,7 @@ def test_statements_that_do_not_fit_are_refused() -> None:
         cache = SinkCache(SINKS, WINDOW)
         decoded(model, ids, cache, (9,))
         cache.layers[1].key_positions = wrong
-        with pytest.raises(UnsupportedError, match="key_positions must be integers"):
+        with pytest.raises(UnsupportedError, match="must be a tensor of integers"):
             model(ids[:, 9:10], past_key_values=cache)
     cache = SinkCache(SINKS, WINDOW)
     decoded(model, ids, cache, (9,))

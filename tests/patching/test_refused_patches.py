@@ -84,7 +84,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
       for mask in ([True, False], torch.tensor([False, True]))),
     *(("llama_gqa", "alibi", {"layers": layers}, "must be a collection")
       for layers in (1, True, "01", torch.tensor(1), np.int64(0), {0: False}, b"\0")),
-    *(("llama_gqa", "alibi", {"layers": [layer]}, "not the index of a layer") for layer in (0.0, "0", None)),
+    *(("llama_gqa", "alibi", {"layers": [layer]}, "not a layer index") for layer in (0.0, "0", None)),
     ("llama_gqa", "alibi", {"elsewhere": "none"}, "Pass `layers` as well"),
     # Arrangements
     ("llama_gqa", ScheduleConfig((SinusoidalConfig(), NoneConfig())), {},

@@ -84,17 +84,18 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
 
 
 def refuse_tensors(arguments: dict[str, Any], scheme: SchemeConfig) -> None:
-    """Refuses a call that continues keys in tuples, as code for transformers before version 5 does, unless they are the
-    same at all positions. Which axis counts their tokens differs between models.
+    """Refuses keys in tuples, as code for transformers before version 5 passes them, unless no token has a position.
+
+    Their axis of tokens differs between models.
     """
     for name, value in arguments.items():
         first = value[0] if isinstance(value, tuple | list) and value else None
         holds = isinstance(first, tuple | list) and first and isinstance(first[0], Tensor)
         if holds and ("past" in name or "cache" in name) and scheme != NoneConfig():
             raise UnsupportedError(
-                f"{name} of this call is a {type(value).__name__} of tensors, which does not tell the positions of its "
-                f"tokens, so {scheme.name!r} cannot continue it. Pass a transformers.DynamicCache, if the code of the "
-                "model takes one, or the whole sequence with use_cache=False."
+                f"The argument {name} of this call is a {type(value).__name__} of tensors. It does not show how many "
+                f"tokens it holds, so {scheme.name!r} cannot continue it. Pass a transformers.DynamicCache if the code "
+                "of the model accepts one, or the whole sequence with use_cache=False."
             )
 
 
@@ -108,9 +109,9 @@ def refuse_unknown_keys(state: ForwardState, length: int, attention: nn.Module) 
     """
     if state.cache_object is None and isinstance(state.offset, int) and length > (state.end or length):
         raise UnsupportedError(
-            f"{type(attention).__name__} compares {state.query_length} queries with {length} keys. The others are "
-            "from a cache that is no transformers Cache, or that the module holds, so their positions are unknown. Use "
-            "a transformers.DynamicCache, or call the model with the whole sequence."
+            f"{type(attention).__name__} compares {state.query_length} queries with {length} keys. The other keys are "
+            "cached in an object that is not a transformers Cache, or in the module, so their positions are unknown. "
+            "Use a transformers.DynamicCache, or call the model with the whole sequence."
         )
 
 

@@ -47,10 +47,13 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
         if not isinstance(keys, Tensor) or keys.dim() != 4 or keys.shape[-2] == 0:
             continue
         if not _fits(positions, keys):
-            shape = tuple(positions.shape) if isinstance(positions, Tensor) else positions
+            if isinstance(positions, Tensor):
+                given = f"a {positions.dtype} tensor of the shape {tuple(positions.shape)}"
+            else:
+                given = repr(positions)
             raise UnsupportedError(
-                f"A layer of this {type(cache).__name__} holds {keys.shape[-2]} keys in each of {len(keys)} rows, and "
-                f"its key_positions have the shape {shape}. Its key_positions must be integers, (batch or 1, keys)."
+                f"A layer of this {type(cache).__name__} holds {keys.shape[-2]} keys in each of {len(keys)} rows, but "
+                f"its key_positions are {given}. They must be a tensor of integers, (batch or 1, keys)."
             )
         stated[index] = positions
     first = next(iter(stated.values()), None)
