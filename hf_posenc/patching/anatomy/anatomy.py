@@ -424,7 +424,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
         elif type(inner).__module__.startswith(("torch.nn.modules", "transformers.models")):
             advice = "Pass the whole model that contains it."
         else:
-            advice = "Pass the model itself, which is an attribute of a pipeline and of a trainer: pipeline.model."
+            advice = "Pass the transformers model itself, for example pipeline.model or trainer.model."
         raise TypeError(f"Expected a transformers PreTrainedModel, got {given}. {advice}")
     if is_part(inner):
         raise UnsupportedError(
