@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import random
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -120,9 +121,10 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def ordinary_context() -> Iterator[None]:
-    """Disables global hooks, inference mode and a default device of the caller.
+    """Disables global hooks, inference mode, a default device of the caller, and `deepspeed.zero.Init`.
 
-    Tensors created in inference mode could not be trained later, and a default device may be "meta".
+    Tensors created in inference mode could not be trained later, and a default device may be "meta". Inside
+    `deepspeed.zero.Init`, new modules lose their weights, and `torch.arange` may return half precision.
     """
     with PROCESS, ExitStack() as context:
         context.enter_context(_without_hooks([getattr(global_hooks, f"_global{name}") for name in _HOOKS]))
@@ -130,6 +132,12 @@ def ordinary_context() -> Iterator[None]:
             context.enter_context(torch.device("cpu"))
         if torch.is_inference_mode_enabled():
             context.enter_context(torch.inference_mode(False))
+        partitioning = getattr(
+            sys.modules.get("deepspeed.runtime.zero.partition_parameters"), "top_level_context", None
+        )
+        if partitioning is not None and partitioning.patched:
+            partitioning.unpatch_init_and_builtins()
+            context.callback(partitioning.patch_init_and_builtins)
         yield
 
 

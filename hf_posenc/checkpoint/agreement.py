@@ -133,10 +133,10 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
     if kwargs.get("use_safetensors") is False or any(kwargs.get(option) for option in _ELSEWHERE):
         return None
     variant = kwargs.get("variant")
-    single = find_file(source, _of_variant(SAFE_WEIGHTS_NAME, variant), kwargs)
+    single = find_file(source, of_variant(SAFE_WEIGHTS_NAME, variant), kwargs)
     if single is not None:
         return _read_header(single)
-    index = find_file(source, _of_variant(SAFE_WEIGHTS_INDEX_NAME, variant), kwargs)
+    index = find_file(source, of_variant(SAFE_WEIGHTS_INDEX_NAME, variant), kwargs)
     if index is None:
         return None
     tensors: dict[str, StoredTensor] = {}
@@ -202,7 +202,9 @@ def check_scheme_fits(
         )
 
 
-def check_loaded(model: Any, info: Mapping[str, Any], source: str, entry_format: int) -> None:
+def check_loaded(
+    model: Any, info: Mapping[str, Any], source: str, entry_format: int, named: NamedSchemes | None = None
+) -> None:
     """Compares the weights of a folder, and the scheme that they name, with the scheme in its config.
 
     Args:
@@ -210,6 +212,7 @@ def check_loaded(model: Any, info: Mapping[str, Any], source: str, entry_format:
         info: transformers' loading info.
         source: path or hub id, for messages.
         entry_format: format of the folder's config; weights of format 1 do not name a scheme.
+        named: the schemes that the files name, if transformers does not load the mark.
 
     Raises:
         SchemeMismatchError: if the schemes differ, or if the weights should name a scheme but do not.
@@ -221,7 +224,7 @@ def check_loaded(model: Any, info: Mapping[str, Any], source: str, entry_format:
     if absent and entry_format < 2:
         warn_of_older_version(source)
     elif scheme is not None or absent:  # Else the weights stay on disk or come from another process.
-        NamedSchemes(source, {} if scheme is None or absent else {MARK: scheme}).check(
+        (named or NamedSchemes(source, {} if scheme is None or absent else {MARK: scheme})).check(
             model,
             " Restore the config.json that was saved with them, or pass no `config`. To give them another scheme, load "
             "them with their own config and call patch_model.",
@@ -303,7 +306,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def _of_variant(name: str, variant: str | None) -> str:
+def of_variant(name: str, variant: str | None) -> str:
+    """The name of a weight file of a variant: `model.safetensors` -> `model.fp16.safetensors`."""
     stem, ending = name.rsplit(".", 1)
     return name if variant is None else f"{stem}.{variant}.{ending}"
 

@@ -158,7 +158,12 @@ def from_config(call: Call) -> Any:
     """Wraps `PreTrainedModel._from_config`."""
 
     def build(call: Call) -> Any:
-        return call.run() if read_entry(call["config"]) is None else call.run(cls=patching_proxy(call["cls"]))
+        written = call["config"]
+        if read_fields(written) is None:
+            return call.run()
+        model = call.changed(config=_without_entry(written)).run()
+        _place(model, written)
+        return model
 
     return _with_requested_scheme(call, build)
 
@@ -201,10 +206,13 @@ def _from_pretrained(call: Call) -> Any:
             # Cases that cannot be detected from local files: a first download, or the base model of an adapter.
             if error.model_class is not model_class:
                 raise
+    import torch
     from safetensors import SafetensorError
 
     from hf_posenc.checkpoint.agreement import check_loaded, check_scheme_fits, files_read, stored_position_weights
     from hf_posenc.checkpoint.configuration import CheckpointError
+    from hf_posenc.checkpoint.stored_schemes import schemes_of_source
+    from hf_posenc.patching.anatomy.weights import has_partitioned
     from hf_posenc.patching.place.install import split_heads
 
     built: list[_Built] = []
@@ -230,7 +238,13 @@ def _from_pretrained(call: Call) -> Any:
             f"Files in {source} were replaced while the model was read: another process has saved a model there. Load "
             "it again."
         )
-    check_loaded(model, info, _named(source), built[-1].entry_format)
+    named = None
+    if has_partitioned(model):
+        # Transformers loads no mark, and other weights in the first process only.
+        named = schemes_of_source(source, call.arguments)
+        for parameter in model.position_encoding.parameters():
+            torch.distributed.broadcast(parameter.data, src=0)
+    check_loaded(model, info, _named(source), built[-1].entry_format, named)
     # Transformers shards a model over processes after building it, and so after it was patched.
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
@@ -260,6 +274,12 @@ def _stock_from_pretrained(call: Call) -> Any:
     """Calls the stock method, and raises if it loads the weights of a patched model."""
     model, info = call.run(output_loading_info=True)
     weight, source = find_position_weight(info["unexpected_keys"]), _named(call["pretrained_model_name_or_path"])
+    if weight is None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        # With ZeRO-3, transformers does not report unexpected keys.
+        from hf_posenc.checkpoint.stored_schemes import schemes_of_source
+
+        named = schemes_of_source(call["pretrained_model_name_or_path"], call.arguments)
+        weight = None if named is None else next(iter(named.schemes), None)
     if weight is not None:
         from hf_posenc.checkpoint.agreement import SchemeMismatchError
 
@@ -287,31 +307,11 @@ def patching_proxy(
     """
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
-        import torch
-        from transformers.modeling_utils import local_torch_dtype
-
-        from hf_posenc.checkpoint.configuration import check_native_fields, follow_lengths
-        from hf_posenc.patching.patch import place_scheme
-        from hf_posenc.patching.place.config_entry import detach_entry
-        from hf_posenc.patching.place.transaction import Transaction
-        from hf_posenc.schemes import scheme_from_dict
-
         fields = read_fields(config)
         if fields is None:
             return model_class(config, *args, **kwargs)
-        written, config = config, copy.deepcopy(config)
-        detach_entry(config)
-        model = model_class(config, *args, **kwargs)
-        # Transformers builds models on the meta device and with another default dtype. Constants of a scheme are
-        # computed on a real device in float32; `patch_model` then moves the parameters to the model's device.
-        with torch.device("cpu"), local_torch_dtype(torch.float32):
-            scheme = scheme_from_dict(fields["scheme"])
-            transaction = Transaction(model)
-            if check_fits is not None:
-                check_fits(transaction.anatomy, scheme)
-            place_scheme(transaction, scheme, chosen=False)
-        check_native_fields(model, written)
-        follow_lengths(model, written)
+        model = model_class(_without_entry(config), *args, **kwargs)
+        _place(model, config, check_fits)
         if built is not None:
             built.append(_Built(model, fields["format"]))
         return model
@@ -324,6 +324,39 @@ def patching_proxy(
         "config_class": model_class.config_class,
     }
     return type(model_class)(model_class.__name__, (model_class,), namespace)
+
+
+def _without_entry(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of the config of a patched model, for the stock class."""
+    from hf_posenc.patching.place.config_entry import detach_entry
+
+    config = copy.deepcopy(config)
+    detach_entry(config)
+    return config
+
+
+def _place(model: Any, config: PreTrainedConfig, check_fits: Callable[[Any, Any], None] | None = None) -> None:
+    """Patches a stock model that was built from `_without_entry(config)` with the scheme in the entry."""
+    import torch
+    from transformers.modeling_utils import local_torch_dtype
+
+    from hf_posenc.checkpoint.configuration import check_native_fields, follow_lengths
+    from hf_posenc.patching.patch import place_scheme
+    from hf_posenc.patching.place.transaction import Transaction
+    from hf_posenc.preserve import ordinary_context
+    from hf_posenc.schemes import scheme_from_dict
+
+    # Transformers builds models on the meta device and with another default dtype. Constants of a scheme are computed
+    # on a real device in float32; `patch_model` then moves the parameters to the model's device.
+    with ordinary_context(), torch.device("cpu"), local_torch_dtype(torch.float32):
+        scheme = scheme_from_dict(read_fields(config)["scheme"])
+        transaction = Transaction(model)
+        if check_fits is not None:
+            transaction.anatomy.is_runnable = False  # Its weights are not loaded yet.
+            check_fits(transaction.anatomy, scheme)
+        place_scheme(transaction, scheme, chosen=False)
+    check_native_fields(model, config)
+    follow_lengths(model, config)
 
 
 class _Built:

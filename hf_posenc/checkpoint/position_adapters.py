@@ -20,7 +20,7 @@ from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_p
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
 from hf_posenc.errors import PositionEncodingError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
-from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
+from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint, is_partitioned
 from hf_posenc.patching.patch import place_scheme, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
 from hf_posenc.patching.place.lengths import Lengths, choose_length, write_length
@@ -276,7 +276,7 @@ def collect(
     parameters = {}
     for name, parameter in encoding.weights().items():
         tensor = (state or {}).get(prefix + name, parameter)
-        if tensor.device.type == "meta" or type(tensor) not in (nn.Parameter, Tensor):
+        if tensor.device.type == "meta" or type(tensor) not in (nn.Parameter, Tensor) or is_partitioned(tensor):
             raise UnsupportedError(
                 f"The parameter {name} of the scheme {encoding.config.name!r} is offloaded or sharded, so it cannot "
                 "be written from this process. Save from a model that is in memory, or pass a full state_dict to "

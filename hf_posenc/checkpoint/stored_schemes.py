@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 
 from hf_posenc.checkpoint.adapter_config import names_a_scheme
-from hf_posenc.checkpoint.agreement import NamedSchemes, check_shard, read_index, warn_of_older_version
+from hf_posenc.checkpoint.agreement import NamedSchemes, check_shard, of_variant, read_index, warn_of_older_version
 from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
-from hf_posenc.entry import ADAPTER_CONFIG, ATTRIBUTE, find_marks, stored_config
+from hf_posenc.entry import ADAPTER_CONFIG, ATTRIBUTE, find_file, find_marks, stored_config
 
 #: Weight files of a whole model: indices of shards or single files.
 WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
@@ -50,6 +50,23 @@ def schemes_of_checkpoint(folder: Path) -> NamedSchemes | None:
     if disk is not None:  # FSDP has saved the weights in shards, or in a file without a mark.
         return NamedSchemes(str(folder), {ATTRIBUTE: from_disk(disk, str(folder))[ATTRIBUTE]["scheme"]})
     return stock if file is not None or (folder / "config.json").is_file() else None
+
+
+def schemes_of_source(source: Any, arguments: dict[str, Any]) -> NamedSchemes | None:
+    """The schemes that the weights name which `from_pretrained` reads; `None` if it finds no local file.
+
+    Args:
+        source: the first argument of `from_pretrained`.
+        arguments: its other arguments.
+    """
+    if arguments.get("state_dict") is not None:
+        return NamedSchemes.of(arguments["state_dict"])
+    names = [of_variant(name, arguments.get("variant")) for name in reversed(WEIGHTS)]
+    if arguments.get("use_safetensors") is not False:
+        names.sort(key=lambda name: "safetensors" not in name)
+    files = (find_file(source, name, arguments) for name in names)
+    file = next(filter(None, files), None)
+    return None if file is None else named_schemes(file)
 
 
 def _marks_in(path: Path) -> dict[str, Any]:

@@ -65,9 +65,10 @@ CONTEXT_PARALLELISM = Environment(
     "Use a scheme that only depends on positions (rope, alibi, t5, ...), or train without context parallelism.",
 )
 SHARDED_WEIGHTS = Environment(
-    "A model whose weights FSDP has already sharded",
-    {Need.PARAMETERS: "which FSDP would not shard, and whose gradients it would not reduce"},
-    "Call patch_model before the model is sharded, or save the patched model and load it with its distributed_config.",
+    "A model whose weights FSDP or DeepSpeed has already sharded",
+    {Need.PARAMETERS: "which would not be sharded, and whose gradients would not be reduced"},
+    "Call patch_model before the model is sharded (by FSDP, by an engine of DeepSpeed), or save the patched model and "
+    "load it.",
 )
 ADAPTION_PROMPTS = Environment(
     "A model with PEFT's adaption prompts (Llama-Adapter), which compute the queries of a layer a second time and "

@@ -18,7 +18,7 @@ from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack, layout_of
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.sites import AttentionLayer
-from hf_posenc.patching.anatomy.weights import execution_device
+from hf_posenc.patching.anatomy.weights import execution_device, gathered_in_forwards
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.preserve import without_trace
 
@@ -75,7 +75,7 @@ def run_briefly(
         NotRunnableError: if it is unknown what a subject reads, or it fails.
     """
     device = execution_device(anatomy.model)
-    with without_trace(anatomy.model, device):
+    with without_trace(anatomy.model, device), gathered_in_forwards(anatomy.model):
         return [_run(subject, change(_arguments(subject, device, length))) for subject in _subjects(anatomy, stacks)]
 
 

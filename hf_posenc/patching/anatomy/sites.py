@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.anatomy.weights import stored
+from hf_posenc.patching.anatomy.weights import shape_of, stored
 from hf_posenc.patching.forwards import OtherForward, forward_on_instance, unrotated, zero_output
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -123,7 +123,7 @@ def table_weight(module: nn.Module) -> Tensor | None:
 def _name_of_table(module: nn.Module) -> Any:
     # By name, because the weight of PEFT's wrapper is another tensor each time.
     weights = ((name, getattr(module, name, None)) for name in WEIGHT_NAMES)
-    return next((name for name, weight in weights if isinstance(weight, Tensor) and weight.dim() == 2), None)
+    return next((name for name, weight in weights if isinstance(weight, Tensor) and len(shape_of(weight)) == 2), None)
 
 
 def table_origin(module: nn.Module) -> int:

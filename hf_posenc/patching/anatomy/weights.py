@@ -1,6 +1,7 @@
 """The weights of a model: where they are, and samples that identify those that a scheme was trained on.
 
-Weights may be offloaded to the CPU or to disk by accelerate, or be on another device than the input.
+Weights may be offloaded to the CPU or to disk by accelerate, be on another device than the input, or be partitioned:
+with ZeRO-3 of DeepSpeed, each process keeps a part of a weight, and the parameter of the model is empty.
 
 A fingerprint consists of a few values of many tensors. The same base model is accepted in another dtype, or quantised
 (its unquantised tensors are compared: embeddings and norms). Another checkpoint with the same shapes is refused, even
@@ -19,7 +20,8 @@ from __future__ import annotations
 import base64
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -98,10 +100,72 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def stored(module: nn.Module, name: str = "weight") -> Tensor:
-    """A weight of a module; if accelerate has offloaded it, its values where they are kept."""
+    """A weight of a module; if it is offloaded or partitioned, a parameter with its values."""
     weight: Tensor = getattr(module, name)
-    offloaded = _offloaded(module, name) if weight.is_meta else None
-    return weight if offloaded is None else nn.Parameter(offloaded, weight.requires_grad)
+    values = _offloaded(module, name) if weight.is_meta else _gathered(weight) if is_partitioned(weight) else None
+    return weight if values is None else nn.Parameter(values, weight.requires_grad)
+
+
+def is_partitioned(weight: Tensor) -> bool:
+    """Whether a parameter is empty because DeepSpeed has partitioned it (ZeRO-3)."""
+    return hasattr(weight, "ds_shape") and weight.shape != weight.ds_shape
+
+
+def has_partitioned(model: nn.Module) -> bool:
+    """Whether weights of a model are partitioned."""
+    return any(map(is_partitioned, model.parameters()))
+
+
+def shape_of(weight: Tensor) -> tuple[int, ...]:
+    """The shape of a weight, also of one that is partitioned."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+@contextmanager
+def gathered(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager in which weights that are partitioned have their values. All processes must enter it."""
+    partitioned = list(filter(is_partitioned, weights))
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned):
+        yield
+
+
+def _gathered(weight: Tensor) -> Tensor:
+    with gathered([weight]):
+        return weight.detach().clone()
+
+
+@contextmanager
+def gathered_in_forwards(model: nn.Module) -> Iterator[None]:
+    """Context manager in which every module gathers the partitioned weights of itself and its children for its forward.
+
+    The hooks of DeepSpeed's engine do this, but a model that was only loaded has no engine.
+    """
+    modules = [*model.modules()] if has_partitioned(model) and not has_engine(model) else []
+    running: list[ExitStack] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(ExitStack())
+        owners = (module, *module.children())
+        running[-1].enter_context(gathered(weight for owner in owners for weight in owner.parameters(recurse=False)))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop().close()
+
+    with ExitStack() as handles:
+        for module in modules:
+            handles.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            handles.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether an engine of DeepSpeed runs a model with ZeRO-3."""
+    return any(type(module._parameters).__name__ == "ZeROOrderedDict" for module in model.modules())
 
 
 def computed_buffers(scheme: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -132,7 +196,7 @@ def fingerprint(
     Returns:
         By name: `shape`, `values` as base64 of little-endian float32, and their `dtype` if it is a half-precision one.
     """
-    recent = samples(model, state)
+    recent = samples(model, state, gather=False)
     if touched_by_peft(model):
         places = _base_parameters(model)
         trained = {name: sample for name, sample in recent.items() if places[name].parameter.requires_grad}
@@ -141,7 +205,11 @@ def fingerprint(
 
 
 def samples(
-    model: PreTrainedModel, state: Mapping[str, Tensor] | None = None, *, read_offloaded: bool = True
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    read_offloaded: bool = True,
+    gather: bool = True,
 ) -> dict[str, Sample]:
     """The samples that a fingerprint consists of. Takes a few milliseconds, unless offloaded weights have to be read.
 
@@ -149,15 +217,16 @@ def samples(
         model: the transformers model. PEFT's modules in it are left out.
         state: a full state dict of the model, if its own parameters are sharded.
         read_offloaded: whether to read weights that accelerate has offloaded.
+        gather: whether to read weights that are partitioned. All processes must do this.
     """
     # Replicated layers share their parameters: the first name is that of the base model.
     places = {id(place.parameter): (name, place) for name, place in reversed(_base_parameters(model).items())}
-    tensors = {name: place.tensor(state, read_offloaded) for name, place in reversed(places.values())}
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.numel() > 0}
-    matrices = [name for name, tensor in present.items() if tensor.dim() > 1]
-    vectors = [name for name, tensor in present.items() if tensor.dim() == 1]
+    tensors = {name: place.tensor(state, read_offloaded, gather) for name, place in reversed(places.values())}
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None and 0 not in shape_of(tensor)}
+    matrices = [name for name, tensor in present.items() if len(shape_of(tensor)) > 1]
+    vectors = [name for name, tensor in present.items() if len(shape_of(tensor)) == 1]
     chosen = [*_spread(matrices, _MATRICES), *_spread(vectors, _VECTORS)]
-    return {name: _sample(present[name], tuple(present[name].shape)) for name in chosen}
+    return {name: _sample(present[name], shape_of(present[name])) for name in chosen}
 
 
 def difference(saved: Fingerprint, model: PreTrainedModel, recorded: Mapping[str, Sample] | None = None) -> str | None:
@@ -172,7 +241,7 @@ def difference(saved: Fingerprint, model: PreTrainedModel, recorded: Mapping[str
         A clause for an error message, such as "embed_tokens.weight has the shape [48, 32] instead of [64, 32]".
     """
     expected = {name: _decode(entry) for name, entry in saved.items()}
-    differing, compared = _compare(expected, model, recorded or {})
+    differing, compared = _compare(expected, model, recorded or {}, gather=True)
     if differing:
         return f"{differing[0]} ({len(differing)} of {len(saved)} tensors differ)"
     # Norms of ones are no evidence, unless nothing else was left to record.
@@ -192,16 +261,16 @@ def touched_by_peft(model: nn.Module) -> bool:
 
 def changed(before: Mapping[str, Sample], model: PreTrainedModel) -> str | None:
     """Describes how a model's weights have changed; `None` if no change was found."""
-    differing, _ = _compare(before, model, {})
+    differing, _ = _compare(before, model, {}, gather=False)
     return f"{differing[0]} ({len(differing)} of {len(before)} tensors differ)" if differing else None
 
 
 def _compare(
-    saved: Mapping[str, Sample], model: PreTrainedModel, recorded: Mapping[str, Sample]
+    saved: Mapping[str, Sample], model: PreTrainedModel, recorded: Mapping[str, Sample], *, gather: bool
 ) -> tuple[list[str], set[str]]:
     """A clause for each tensor that differs, and the names of those whose values were compared."""
     places = _base_parameters(model)
-    tensors = {name: place.tensor(None) for name, place in places.items()}
+    tensors = {name: place.tensor(None, gather=gather) for name, place in places.items()}
     touched = touched_by_peft(model)
     # Quantised layers may store their weight under another name.
     incomplete = touched or any(tensor is None for tensor in tensors.values()) or getattr(model, "is_quantized", False)
@@ -217,7 +286,7 @@ def _compare(
             if name not in places and not incomplete:
                 shapes.append(f"it has no {name}")
             continue
-        shape, present = expected.shape, tuple(source.shape)
+        shape, present = expected.shape, shape_of(source) if isinstance(source, Tensor) else source.shape
         # The embeddings may have been resized since then, which adds or removes rows at the end.
         resized = before is not None or (places[name].parameter is table and present[0] >= shape[0] // 2)
         if present != shape and not (resized and present[1:] == shape[1:]):
@@ -282,13 +351,17 @@ class _Place(NamedTuple):
     module: nn.Module
     attribute: str
 
-    def tensor(self, state: Mapping[str, Tensor] | None, read_offloaded: bool = True) -> Tensor | None:
-        """Its values; `None` if it is quantised, or not available in this process."""
+    def tensor(
+        self, state: Mapping[str, Tensor] | None, read_offloaded: bool = True, gather: bool = False
+    ) -> Tensor | None:
+        """Its values; `None` if it is quantised, or not available in this process. The parameter if it is gathered."""
         tensor = self.parameter if state is None else state.get(self.path, self.parameter)
         if type(tensor) not in (nn.Parameter, Tensor) or not tensor.is_floating_point() or tensor.element_size() < 2:
             return None
         if tensor.device.type == "meta":
             return _offloaded(self.module, self.attribute) if read_offloaded else None
+        if is_partitioned(tensor):
+            return tensor if gather else None
         return tensor.detach()
 
 
@@ -338,8 +411,9 @@ def _spread(names: list[str], most: int) -> list[str]:
 
 def _sample(tensor: Tensor, shape: tuple[int, ...]) -> Sample:
     """Values at indices that depend only on `shape`, in the first half of the rows (new tokens come last)."""
-    values = tensor[tuple(torch.from_numpy(places).to(tensor.device) for places in _places(shape))]
-    return Sample(values.to("cpu", torch.float32), tensor.dtype, shape)
+    with gathered([tensor]):
+        values = tensor.detach()[tuple(torch.from_numpy(places).to(tensor.device) for places in _places(shape))]
+        return Sample(values.to("cpu", torch.float32), tensor.dtype, shape)
 
 
 @functools.cache

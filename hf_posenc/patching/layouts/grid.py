@@ -19,6 +19,7 @@ from hf_posenc.patching.anatomy.discovery import first_int
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, OwnedTable
+from hf_posenc.patching.anatomy.weights import shape_of
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
 from hf_posenc.patching.layouts.grid_native import BIAS_TABLE, GridBias, find_biases, native_grid_scheme
@@ -308,8 +309,9 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
         value = getattr(module, name, None)
         if not _TABLE.match(name):
             continue
-        if isinstance(value, nn.Embedding) or (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
-            is_map = hasattr(module, _READS_CHANNELS_FIRST) and not isinstance(value, nn.Module) and value.dim() == 4
+        axes = len(shape_of(value)) if isinstance(value, Tensor) else 0
+        if isinstance(value, nn.Embedding) or axes in (2, 3, 4):
+            is_map = hasattr(module, _READS_CHANNELS_FIRST) and axes == 4
             table = OwnedTable(path, module, name, 0, is_map)
             rows = table.weight.shape[0]
             more = max(rows - others, 0) if others else 0

@@ -24,6 +24,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Stack
 from hf_posenc.patching.anatomy.architectures import Architecture
 from hf_posenc.patching.anatomy.sites import AttentionLayer
+from hf_posenc.patching.anatomy.weights import has_engine
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
@@ -395,15 +396,18 @@ def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_nat
 
 
 def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None:
-    """Refuses to add parameters to a model that FSDP has sharded.
+    """Refuses to add parameters to a model that FSDP has sharded, or that runs in an engine of DeepSpeed with ZeRO-3.
 
-    It manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
-    each process would initialise its own and train them on its part of the batch only.
+    They manage the parameters that a module had at that time. Parameters added later would not be sharded: each process
+    would initialise its own and train them on its part of the batch only.
     """
-    late = [parameter for parameter in encoding.parameters() if not hasattr(parameter, "device_mesh")]
-    if "torch.distributed.fsdp" not in sys.modules or not late:
+    late = [each for each in encoding.parameters() if not (hasattr(each, "device_mesh") or hasattr(each, "ds_id"))]
+    if not late:
         return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    sharded = has_engine(model)
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        sharded |= any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    if sharded:
         SHARDED_WEIGHTS.refuse(encoding.needs(), encoding.label)
