@@ -253,7 +253,7 @@ class _BlockAttention(torch.autograd.Function):
             aten._softmax_backward_data.out(of_scores, probabilities, -1, dtype, grad_input=of_scores)
             of_query = torch.baddbmm(queries, of_scores, keys, beta=0, alpha=ctx.scaling)
             of_key = torch.baddbmm(keys, of_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scaling)
-        of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
+        of_bias = torch.unflatten(of_scores, 0, (-1, heads)).to(bias.dtype)
         if bias.shape[0] != query.shape[0]:
             of_bias = of_bias.sum(0, keepdim=True)
         pairs = ((of_query, query), (of_key, key), (of_value, value))

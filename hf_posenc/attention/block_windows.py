@@ -58,8 +58,8 @@ def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:
 def _intersection(mask: BlockMask, windows: Windows) -> BlockMask:
     rows, keys = mask.BLOCK_SIZE
     missing = -windows.first.shape[-1] % rows
-    first = pad(windows.first, (0, missing), value=windows.key_length).unflatten(-1, (-1, rows)).amin(-1) // keys
-    last = pad(windows.last, (0, missing), value=-1).unflatten(-1, (-1, rows)).amax(-1) // keys
+    first = torch.unflatten(pad(windows.first, (0, missing), value=windows.key_length), -1, (-1, rows)).amin(-1) // keys
+    last = torch.unflatten(pad(windows.last, (0, missing), value=-1), -1, (-1, rows)).amax(-1) // keys
 
     def within(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)

@@ -250,7 +250,9 @@ def blockwise_backward(
             of_block = (items.stop - items.start, some.stop - some.start)
             shape = (*query_rows.shape[:2], block.last - block.first)
             scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, of_block).add_(bias.of(block))
+            torch.unflatten(torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores), 0, of_block).add_(
+                bias.of(block)
+            )
             aten._softmax.out(scores, -1, False, out=probabilities)
             if may_be_empty:
                 probabilities.nan_to_num_(0.0)
@@ -259,10 +261,11 @@ def blockwise_backward(
             of_value_rows.baddbmm_(probabilities.transpose(1, 2), output_rows)
             of_key_rows.baddbmm_(of_scores.transpose(1, 2), query_rows)
             of_query_rows = torch.bmm(of_scores, key_rows).mul_(scaling)
-            of_query[items, some, rows] = of_query_rows.unflatten(0, of_block).flip(2).to(query.dtype)
-            on_scores(of_scores.unflatten(0, of_block), block)
+            of_query[items, some, rows] = torch.unflatten(of_query_rows, 0, of_block).flip(2).to(query.dtype)
+            on_scores(torch.unflatten(of_scores, 0, of_block), block)
     groups = heads // key.shape[1]
     of_key, of_value = (
-        tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
+        torch.unflatten(tensor, 1, (-1, groups)).sum(2).to(like.dtype)
+        for tensor, like in ((of_key, key), (of_value, value))
     )
     return of_query, of_key, of_value

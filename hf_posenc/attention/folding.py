@@ -51,7 +51,7 @@ def fold(
     # Several query heads with different terms share a key head. It has separate dimensions for each of them.
     shares = _SHARE * torch.eye(groups, dtype=query.dtype, device=query.device).repeat(key.shape[1], 1)
     chosen = shares.repeat(1, len(of_keys)).view(1, heads, 1, -1).expand(batch, -1, query.shape[2], -1)
-    channels = torch.cat([part.unflatten(1, (-1, groups)).transpose(2, 3) for part in of_keys], dim=-1)
+    channels = torch.cat([torch.unflatten(part, 1, (-1, groups)).transpose(2, 3) for part in of_keys], dim=-1)
     ones = key.new_full((1,), _SHARE).expand(*key.shape[:-1], len(of_queries))
     wide_query = torch.cat((chosen, torch.stack(of_queries, dim=-1), query), dim=-1)
     wide_key = torch.cat((channels, ones, key), dim=-1)

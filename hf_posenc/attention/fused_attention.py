@@ -166,7 +166,7 @@ def _fused_attention_backward(
 
     def add(scores: Tensor, block: Block) -> None:
         if learned[0]:
-            sums = diagonal_sums(scores.flatten(0, 1)).unflatten(0, scores.shape[:2]).sum(0)
+            sums = torch.unflatten(diagonal_sums(scores.flatten(0, 1)), 0, scores.shape[:2]).sum(0)
             farthest = query_length - block.stop + block.first
             of_vector[block.heads, farthest : farthest + sums.shape[-1]] += sums
         if learned[1]:

@@ -43,7 +43,7 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
     elif length == 1:
         grouped = features.reshape(batch, key.shape[1], 1, -1)
     else:
-        grouped = features.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
+        grouped = torch.unflatten(features, 1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
     channels = [grouped.to(key.dtype)]
     rest = grouped
     for _ in range(_CHANNELS[key.dtype] - 1):
@@ -75,11 +75,11 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
     # One operator for all views.
     key, channels, _ = key.split_with_sizes([key.shape[-1] - added, used, added - used], dim=-1)
     if count > 1:
-        channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
+        channels = torch.unflatten(channels.float(), -1, (count, per_key)).sum(-2)
     if num_heads == key.shape[1]:
         return key, channels.float()
     if num_heads < key.shape[1]:
         channels = channels[:, :: key.shape[1] // num_heads]
     if num_features > 1:
-        channels = channels.unflatten(-1, (-1, num_features))
+        channels = torch.unflatten(channels, -1, (-1, num_features))
     return key, channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features).float()

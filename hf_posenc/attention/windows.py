@@ -193,7 +193,7 @@ def _needed_sum(call: Call) -> Tensor:
     """
     query, key = call.query, call.key
     query_slots = slice(key.shape[2] - query.shape[2], None)
-    heads = query.detach().float().unflatten(1, (key.shape[1], -1))
+    heads = torch.unflatten(query.detach().float(), 1, (key.shape[1], -1))
     keys, values = (tensor.detach().float().unsqueeze(2) for tensor in (key, call.value))
     lengths, sizes = keys.norm(dim=-1), values.norm(dim=-1)
     longest, largest = lengths.amax(-1, keepdim=True), sizes.amax(-1, keepdim=True)
@@ -228,4 +228,4 @@ def _first_needed_key(bias: Tensor, needed: Tensor) -> Tensor:
     if bias.shape[0] == needed.shape[0]:
         return torch.searchsorted(sums, needed)
     places = torch.searchsorted(sums[0], needed.transpose(0, 1).flatten(1))
-    return places.unflatten(1, (needed.shape[0], -1)).transpose(0, 1)
+    return torch.unflatten(places, 1, (needed.shape[0], -1)).transpose(0, 1)

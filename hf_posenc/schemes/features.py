@@ -33,7 +33,7 @@ def separated(features: Tensor, unshared: int, shared: int) -> tuple[Tensor | No
     if not unshared:
         return None, features
     grouped, of_key_heads = torch.split_with_sizes(features, [features.shape[-1] - shared, shared], dim=-1)
-    return grouped.unflatten(-1, (-1, unshared)).transpose(2, 3).flatten(1, 2), of_key_heads
+    return torch.unflatten(grouped, -1, (-1, unshared)).transpose(2, 3).flatten(1, 2), of_key_heads
 
 
 def joined(unshared: Tensor | None, shared: Tensor | None) -> Tensor:
@@ -43,7 +43,7 @@ def joined(unshared: Tensor | None, shared: Tensor | None) -> Tensor:
         return unshared
     if unshared is None:
         return shared
-    grouped = unshared.unflatten(1, (shared.shape[1], -1)).transpose(2, 3).flatten(3)
+    grouped = torch.unflatten(unshared, 1, (shared.shape[1], -1)).transpose(2, 3).flatten(3)
     return torch.cat((grouped, shared), dim=-1)
 
 

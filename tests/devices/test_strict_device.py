@@ -44,7 +44,8 @@ def test_models_that_are_split_over_two_devices() -> None:
 
 
 def test_the_behaviours_of_a_split_model() -> None:
-    _run(MATRIX, "split", "-k", "gpt2")
+    # `wavelet` has no weights, so its layers on both devices have one part.
+    _run(MATRIX, "split", "-k", "gpt2 or (wavelet and decoding)")
 
 
 def test_waits_and_kernels_of_one_device() -> None:

@@ -369,7 +369,7 @@ class TokenOrder:
             rows = rows[:, :_LENGTH]  # Padding follows, until the number of tokens is a multiple of a window.
         several, rest = divmod(rows.shape[1], _LENGTH)
         # A module may have made several vectors of each token.
-        ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
+        ways = [rows[:, -_LENGTH:]] + ([] if rest else [torch.unflatten(rows, 1, (_LENGTH, several)).flatten(2)])
         return all(
             distance(outputs[0][ORDER], outputs[1]) > 0 and (strict or distance(outputs[0, -1], outputs[1, -1]) == 0)
             for outputs in ways

@@ -58,7 +58,8 @@ class FireBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        if type(self).normalized_distance is FireBias.normalized_distance:
+        # Reading the threshold of every layer from a GPU would make the host wait.
+        if type(self).normalized_distance is FireBias.normalized_distance and self.c.is_cpu:
             rows = _rows_before_threshold([self], pairs)
             if rows is not None:
                 return rows[0]
@@ -66,7 +67,7 @@ class FireBias(PairwiseBias):
         units = inputs.numel() * self.config.width
         # In a graph, the pieces take more kernels. It must not depend on a number of pairs that it does not know.
         if (torch.is_grad_enabled() or traced()) and not exporting() and known_true(units <= _FEW):
-            return self.network(inputs.flatten()).unflatten(-1, inputs.shape).transpose(0, 1)
+            return torch.unflatten(self.network(inputs.flatten()), -1, inputs.shape).transpose(0, 1)
         pieces = pairs.keys.kept(self, "pieces", self.pieces)
         return _of_pieces(inputs, *pieces).transpose(0, 1)
 
@@ -81,7 +82,7 @@ class FireBias(PairwiseBias):
         if bound is not None and whole.c.is_cpu and bound <= float(whole.threshold.detach().min()):
             return _of_distances(whole.network(whole.inputs_before_threshold(bound)), pairs, bound)
         inputs = whole.normalized_distance(pairs)
-        return whole.network(inputs.flatten(1)).unflatten(-1, inputs.shape[1:]).transpose(1, 2)
+        return torch.unflatten(whole.network(inputs.flatten(1)), -1, inputs.shape[1:]).transpose(1, 2)
 
     def network(self, inputs: Tensor) -> Tensor:
         """Evaluates `f` directly: `(count,)` -> `(heads, count)` float32; with an axis of layers in front, if any."""
@@ -127,7 +128,7 @@ def _rows_before_threshold(layers: Sequence[FireBias], pairs: AttentionPairs) ->
         return None
 
     def compute() -> tuple[Tensor, bool]:
-        nearest = min(float(layer.threshold) for layer in layers)
+        nearest = float(torch.cat([layer.threshold for layer in layers]).min())
         count = int(min(2.0 * bound, nearest + 1))
         of_layers = [_of_pieces(layer.inputs_before_threshold(count), *layer.pieces()) for layer in layers]
         return torch.stack(of_layers), count < 2 * bound
@@ -147,14 +148,14 @@ def _of_distances(values: Tensor, pairs: AttentionPairs, bound: int) -> Tensor:
     Padding counts as far away.
     """
     steps = pairs.remembered("known steps", lambda: pairs.distance.abs().clamp(max=bound - 1))
-    return values.index_select(-1, steps.flatten()).unflatten(-1, steps.shape).transpose(1, 2)
+    return torch.unflatten(values.index_select(-1, steps.flatten()), -1, steps.shape).transpose(1, 2)
 
 
 def _of_pieces(inputs: Tensor, lines: Tensor, corners: Tensor) -> Tensor:
     """`(heads, *inputs.shape)`: the piecewise linear function of `FireBias.pieces` at some inputs."""
     piece = torch.bucketize(inputs.detach(), corners)
     # One table row for all pairs of a linear piece, with heads first.
-    slope, offset = lines.index_select(2, piece.flatten()).unflatten(2, piece.shape).unbind(0)
+    slope, offset = torch.unflatten(lines.index_select(2, piece.flatten()), 2, piece.shape).unbind(0)
     return torch.addcmul(offset, slope, inputs)
 
 

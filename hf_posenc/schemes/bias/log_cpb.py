@@ -84,7 +84,7 @@ class GridLogCpbBias(LogCpbNetwork, GridBias):
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         farthest = _farthest(keys)
         if farthest is None or math.prod(2 * steps + 1 for steps in farthest) > distances[0].numel():
-            return self.network(distances.flatten(1).T).unflatten(0, distances.shape[1:]).movedim(-1, 1)
+            return torch.unflatten(self.network(distances.flatten(1).T), 0, distances.shape[1:]).movedim(-1, 1)
         # Many pairs have the same displacement.
         each = [torch.arange(-steps, steps + 1, device=distances.device) for steps in farthest]
         row = torch.zeros_like(distances[0])

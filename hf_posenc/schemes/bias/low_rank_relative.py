@@ -58,7 +58,7 @@ class LowRankRelativeBias(PairwiseBias):
             profiles = pairs.keys.kept(self, "profiles from the farthest key on", lambda: self.profiles.float().flip(1))
             products = torch.mm(mixture.view(-1, rank), profiles.narrow(1, *run))
             return products.view(-1, self.num_heads, 1, run[1])
-        mixture = mixture.unflatten(-1, (self.num_heads, -1))
+        mixture = torch.unflatten(mixture, -1, (self.num_heads, -1))
         # A zero on either side, for later keys and for those beyond the window.
         rows, (first, count) = clipped_rows(pairs, -1, window, back=True)
         profiles = pairs.keys.kept(self, "profiles", lambda: nn.functional.pad(self.profiles.float(), (1, 1)))

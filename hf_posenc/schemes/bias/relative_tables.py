@@ -147,7 +147,9 @@ def products_of_rows(
     query, factor = pairs.query.float(), pairs.query_scaling
     # A tensor may have the shape of the logits.
     number = 1.0 if isinstance(factor, Tensor) else factor
-    vectors = pairs.keys.kept(part, ("table", number), lambda: table.float().transpose(-1, -2) * number)
+    # A part without weights may be used on several devices.
+    name = "table", number, table.device
+    vectors = pairs.keys.kept(part, name, lambda: table.float().transpose(-1, -2) * number)
     vectors = vectors if occurring[1] == table.shape[-2] else vectors.narrow(-1, *occurring)
     products = selected_products(query, vectors, rows)
     return products * factor if isinstance(factor, Tensor) else products

@@ -126,7 +126,7 @@ def _vectors(layers: Layers, distances: Tensor, factor: float) -> tuple[Tensor]:
     """`(layers, heads, head_dim, distances)` float32: the projected sinusoids of distances from keys to queries."""
     sinusoids = sinusoidal_vectors(-distances, layers[0]._frequencies).transpose(0, 1) * factor
     projections = layers.stack([layer.position_projection for layer in layers]).float()
-    return (projections.unflatten(1, layers[0].content_bias.shape) @ sinusoids,)
+    return (torch.unflatten(projections, 1, layers[0].content_bias.shape) @ sinusoids,)
 
 
 @register_scheme

@@ -91,7 +91,7 @@ class UntiedPositionBias(PairwiseBias):
 
     def _heads(self, projected: Tensor) -> Tensor:
         """`(..., length, heads * head_dim)` -> `(..., heads, length, head_dim)`."""
-        return projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+        return torch.unflatten(projected, -1, (self.num_heads, -1)).transpose(-2, -3)
 
 
 @register_scheme

@@ -108,7 +108,7 @@ class CoordinateRotaryMap(RotaryMap):
         """Repeats a value per pair for both dimensions of the pair."""
         if self.blocks == 1:
             return super().for_both_of_pair(values)
-        blocks = values.unflatten(-1, (self.blocks, -1))
+        blocks = torch.unflatten(values, -1, (self.blocks, -1))
         return torch.cat((blocks, blocks), dim=-1).flatten(-2)
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ class CoordinateRotaryMap(RotaryMap):
             phases = self.prepared(phases, query.dtype)
         # Each block of a head is rotated like a separate head.
         turned = super().map_query(self._blocks_as_tokens(query[..., : self.rotary_dim]), phases)
-        turned = turned.unflatten(-2, (-1, self.blocks)).flatten(-2)
+        turned = torch.unflatten(turned, -2, (-1, self.blocks)).flatten(-2)
         return torch.cat((turned, query[..., self.rotary_dim :]), dim=-1)
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
@@ -134,7 +134,7 @@ class CoordinateRotaryMap(RotaryMap):
 
     def _blocks_as_tokens(self, x: Tensor) -> Tensor:
         """`(..., length, width)` to `(..., length * blocks, width / blocks)`."""
-        return x.unflatten(-1, (self.blocks, -1)).flatten(-3, -2)
+        return torch.unflatten(x, -1, (self.blocks, -1)).flatten(-3, -2)
 
 
 @torch.no_grad()

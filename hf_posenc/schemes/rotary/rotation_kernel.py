@@ -74,7 +74,7 @@ def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dty
         return RotationFactors(with_heads_axis(torch.complex(cosine[..., ::2], sine[..., ::2])), None)
     cosine, sine = with_heads_axis(cosine), with_heads_axis(sine)
     if layout == "interleaved":
-        pairs = sine.unflatten(-1, (-1, 2))
+        pairs = torch.unflatten(sine, -1, (-1, 2))
         return RotationFactors(cosine, torch.stack((-pairs[..., 0], pairs[..., 1]), dim=-1).flatten(-2))
     first, second = sine.chunk(2, dim=-1)
     return RotationFactors(cosine, torch.cat((-first, second) if layout == "half" else (first, -second), dim=-1))
@@ -195,7 +195,7 @@ def _kernel(x: Tensor, factors: RotationFactors, layout: str, strides: tuple[int
         out[..., width:] = x[..., width:]
         turning, place = x[..., :width], out[..., :width]
     if other is None:
-        target = torch.view_as_complex(place.unflatten(-1, (-1, 2))) if _is_complex(place) else None
+        target = torch.view_as_complex(torch.unflatten(place, -1, (-1, 2))) if _is_complex(place) else None
         product = torch.mul(_as_complex(turning), direct, out=target)
         if target is None:
             place.copy_(torch.view_as_real(product).flatten(-2))
@@ -218,13 +218,13 @@ def _piece_bytes(x: Tensor) -> int:
 def _partner(x: Tensor, layout: str) -> Tensor:
     """Returns a new tensor in which the two dimensions of each pair are exchanged."""
     if layout == "interleaved":
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return torch.unflatten(x, -1, (-1, 2)).flip(-1).flatten(-2)
     return x.roll(x.shape[-1] // 2, -1)
 
 
 def _as_complex(x: Tensor) -> Tensor:
     """Views each pair of adjacent dimensions as a complex number, or copies if the memory layout requires it."""
-    pairs = x.unflatten(-1, (-1, 2))
+    pairs = torch.unflatten(x, -1, (-1, 2))
     return torch.view_as_complex(pairs if _is_complex(x) else pairs.contiguous())
 
 

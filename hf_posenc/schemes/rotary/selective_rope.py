@@ -58,11 +58,11 @@ class SelectiveRotation(ContextualRotation):
         """Returns the angle of each pair and the gate, `(batch, key_value_heads, length, num_features)` float32."""
         up, heads = self.up, self.num_key_heads
         # The official code scales each head's share of the input to length 1.
-        shares = hidden_states.unflatten(-1, (heads, -1))
+        shares = torch.unflatten(hidden_states, -1, (heads, -1))
         lengths = torch.linalg.vector_norm(shares, dim=-1, keepdim=True)
         scaled = (shares / lengths.clamp(min=1e-6)).flatten(-2)
         low = nn.functional.linear(scaled, self.down.float())
-        angles = nn.functional.linear(low, up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        angles = torch.unflatten(nn.functional.linear(low, up.float().flatten(0, 1)), -1, (heads, -1)).transpose(1, 2)
         if self.gate_weight is None or self.gate_bias is None:
             return angles
         gate = nn.functional.linear(scaled, self.gate_weight.float(), self.gate_bias.float()).sigmoid()
@@ -126,7 +126,7 @@ class SelectiveRotation(ContextualRotation):
     def _signed_kernels(self, layers: Layers) -> tuple[Tensor]:
         """`(layers, heads, steps, 2, count)` float32: all of `_taps`, with the signs of signed angles."""
         steps = self._taps(layers)[0].squeeze(-3).transpose(-1, -2)
-        return (signed_for_both_of_pair(steps, self.layout).unflatten(-1, (2, -1)),)
+        return (torch.unflatten(signed_for_both_of_pair(steps, self.layout), -1, (2, -1)),)
 
     def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...], taps: Tensor) -> Tensor:
         """`angles` for tokens without padding between them, the `_neighbours` of these, and the `_taps`."""

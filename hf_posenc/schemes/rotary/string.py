@@ -147,7 +147,7 @@ class CayleyMap(RotationInBasis):
         if not factors:
             return [(tensor,) for tensor in columns.unbind(0)]
         direct, other = (
-            [None] * len(layers) if factor is None else factor.unflatten(0, (len(layers), -1)).unbind(0)
+            [None] * len(layers) if factor is None else torch.unflatten(factor, 0, (len(layers), -1)).unbind(0)
             for factor in factors[0]
         )
         return list(zip(map(RotationFactors, direct, other), columns.unbind(0), strict=True))

@@ -66,7 +66,10 @@ def test_outputs_and_gradients_are_those_of_the_cpu(subject: str, scheme: str, c
     model, reference = built(subject, scheme), built(subject, scheme)
     if checkpointed and (subject == "vit" or spreading.placement in ("cpu", "disk")):
         pytest.skip("accelerate's offloading and checkpointing do not go together, in stock models either")
-    wanted = SUBJECTS[subject].outputs(reference, "cpu")
+    try:
+        wanted = SUBJECTS[subject].outputs(reference, "cpu")
+    except PositionEncodingError as refused:
+        pytest.skip(str(refused)[:100])
     model = spreading.spread(model.to(_FIRST))
     if checkpointed:
         model.train()

@@ -125,7 +125,9 @@ def _deberta_tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
         embeddings = encoder.get_rel_embedding()
     # The modules are called, and not multiplied with, because their weights may be elsewhere, quantized or adapted.
     projected = [getattr(module, names[term])(embeddings) for term in _deberta_terms(module)]
-    return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
+    return torch.stack(
+        [torch.unflatten(each, -1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected]
+    )
 
 
 def _relative_table(stack: Stack) -> SchemeConfig:
@@ -192,7 +194,9 @@ def plain_heads(
         `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
     """
     projected = (projection(hidden_states) for projection in (module.q_proj, module.k_proj, module.v_proj))
-    query, key, value = (each.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2) for each in projected)
+    query, key, value = (
+        torch.unflatten(each, -1, (module.num_heads, module.head_dim)).transpose(1, 2) for each in projected
+    )
     scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
     if attention_mask is not None:
         scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
