@@ -305,6 +305,6 @@ def refuse_second_derivative(*_: object) -> None:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "Fused attention with a position bias does not support second derivatives, like flash kernels. For gradient "
+        "Like flash kernels, fused attention with a position bias does not support second derivatives. For gradient "
         'penalties and similar methods, use model.set_attn_implementation("eager").'
     )

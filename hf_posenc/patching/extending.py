@@ -226,9 +226,9 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
                 patch_model(model, NativeConfig(scaling=_SCALINGS[name](unscaled, length)), part=part)
             else:
                 raise UnsupportedError(
-                    f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not say how long "
-                    f"texts were before it. {name!r} would replace it and count from that length. "
-                    f"{', '.join(map(repr, _FAR_PAIRS))} keep it."
+                    f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not state the length "
+                    f"before scaling. {name!r} would replace this scaling, and needs that length. "
+                    f"{', '.join(map(repr, _FAR_PAIRS))} keep the scaling."
                 )
             with contextlib.suppress(NotRunnableError):
                 run_briefly(anatomy, stacks, 3)  # Some refusals come with the first call.

@@ -246,9 +246,9 @@ def _warn_of_raster_order(encoding: PositionEncoding, placed: list[StackEncoding
     names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
         warn_user(
-            f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme {encoding.config.label!r}, "
-            "and this model's tokens are patches of images, which are numbered row by row: the last patch of a row is "
-            f"a neighbour of the first patch of the next one. {TWO_DIMENSIONAL}"
+            f"Scheme {encoding.config.label!r} reads the order of tokens (in {' and '.join(sorted(names))}), but this "
+            "model's tokens are patches of images, which are numbered row by row: the last patch of a row is a "
+            f"neighbour of the first patch of the next one. {TWO_DIMENSIONAL}"
         )
 
 

@@ -230,16 +230,16 @@ class PositionViews:
             scheme = "its own scheme" if encoding is None else f"the scheme {encoding.config.name!r}"
             raise UnsupportedError(
                 f"Changing position_ids has no effect in this {name}: {scheme} does not read them, or its parameters "
-                "have no effect yet. Train with the standard ones."
+                "have no effect yet. Train with standard positions."
             )
         tolerance = max(_ROUNDED, _SHARE * effect)
         if spread_distance(same[view.real], usual[view.real]) > tolerance:
             raise UnsupportedError(
                 f"{name} gives different logits with the same positions and an explicit attention mask, so its views "
-                "would differ in more than their positions. Documents that share a row cannot be kept apart in both "
-                "views of a model with a window of attention, or of one that does not find them by their position_ids: "
-                "use one document per row (in the training scripts: --packing concatenate). A model whose positions do "
-                "not begin at 0 needs position_ids in its inputs."
+                "would differ in more than their positions. In a model with sliding-window attention, or one that does "
+                "not separate documents by position_ids, documents that share a row cannot be kept apart in both "
+                "views: use one document per row (in the training scripts: --packing concatenate). A model whose "
+                "positions do not begin at 0 needs position_ids in its inputs."
             )
         if spread_distance(moved[row, before], same[row, before]) > tolerance:
             raise UnsupportedError(

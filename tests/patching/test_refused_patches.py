@@ -116,7 +116,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("positions on axes", NativeConfig(YARN), {}, "the rotation 'mrope', which has no scaling"),
     ("deepseek_v3_mla", NativeConfig(replace(YARN, mscale=1.0, mscale_all_dim=1.0)), {},
      "takes a factor of its softmax"),
-    ("bfloat16", NativeConfig(YARN), {}, r"stated by its frequencies .* from_pretrained\(dtype=...\)"),
+    ("bfloat16", NativeConfig(YARN), {}, r"given by a list of frequencies .* from_pretrained\(dtype=...\)"),
     # Pictures and videos
     *(("a ViT", scheme, options, r"2 axes.*built for 3")
       for scheme, options in (("rope_nd", {"grid": (4, 4)}), ("mrope", {}), ("alibi", {"axes": 3}))),

@@ -256,10 +256,10 @@ class Generation:
         """Reads what was compared."""
         if any(map(bool, self._differs.values())):
             raise UnsupportedError(
-                "A call of the model in `generate` had position_ids that are not the count over its mask, or a mask "
-                "that hides a new token, though `generate` was given no position_ids. A logits processor, or another "
-                "part of the loop, calls the model with its own. Pass position_ids to `generate`, whose steps are then "
-                "read one by one."
+                "A call of the model in `generate` had position_ids that differ from the count over its mask, or a "
+                "mask that hides a new token, although `generate` was given no position_ids. A logits processor, or "
+                "other code in the loop, passes its own. Pass position_ids to `generate`: the position_ids of each "
+                "step are then read."
             )
 
 

@@ -91,7 +91,7 @@ def evicting_state(
         column for each slot up to the newest token, if the mask has two axes, else `None`.
     """
     if tokens is None:
-        raise UnsupportedError(f"A {type(cache).__name__} drops tokens, and this call has frames or patches instead.")
+        raise UnsupportedError(f"A {type(cache).__name__} drops tokens, not frames or patches. Use another cache.")
     if given is not None and given.is_floating_point():
         raise UnsupportedError(
             f"A {type(cache).__name__} drops tokens by their positions, which must be integers, and these position_ids "

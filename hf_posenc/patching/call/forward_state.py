@@ -496,5 +496,5 @@ def for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
         return position_ids.expand(-1, tokens.shape[1])
     raise ValueError(
         f"position_ids has the shape {tuple(position_ids.shape)}, but this call has {tokens.shape[1]} new tokens in "
-        f"each of {tokens.shape[0]} rows. Pass a position for each of them; those of cached tokens are known."
+        f"each of {tokens.shape[0]} rows. Pass a position for each of them, without the cached tokens."
     )

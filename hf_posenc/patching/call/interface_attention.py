@@ -106,7 +106,7 @@ class Rebound(PlacedForward):
         if reads and self.is_other_code:
             raise UnsupportedError(
                 f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
-                "with scaling=1. This scheme reads the numbers of queries and keys, and it is not known what they were "
+                "with scaling=1. This scheme reads the values of queries and keys, and it is not known what they were "
                 "multiplied with before. Pass the factor as scaling, or declare it with hf_posenc.register_architecture"
                 f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
             )

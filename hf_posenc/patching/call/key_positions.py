@@ -372,12 +372,12 @@ def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
 
 
 _UNKNOWN_POSITIONS = (
-    "position_ids of this call or of cached tokens differ from those of the mask or the slots and were not recorded. "
+    "position_ids of this call or of cached tokens differ from the count over mask or slots and were not recorded. "
     "Pass the whole sequence with use_cache=False, or leave out position_ids or torch.compile when filling the cache."
 )
 _OTHER_TOKENS = (
-    "The mask of this call shows other cached tokens than the mask with which they were cached, which counts their "
-    "positions anew. Pass position_ids to every call that continues this cache."
+    "The mask of this call shows different cached tokens than the mask with which they were cached, so the count over "
+    "it gives them other positions. Pass position_ids to every call that continues this cache."
 )
 _NOT_CONTINUED = (
     "The positions of the cached tokens reach {}, but the first token of this call would stand at {}, which is counted "

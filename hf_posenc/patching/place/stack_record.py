@@ -146,7 +146,7 @@ class StackRecord:
                 f"({names[0]}; {len(names)} in all): they have the values that patch_model gave them. The adapter is "
                 "trained with an untrained scheme. To train both, call hf_posenc.recipes.add_lora(model, config) "
                 "instead of get_peft_model, or model.get_base_model().position_encoding.requires_grad_(True) after it. "
-                "To keep these numbers, call model.position_encoding.requires_grad_(False) before it."
+                "To keep these values, call model.position_encoding.requires_grad_(False) before it."
             )
 
     def refuse_unattended(self) -> None:

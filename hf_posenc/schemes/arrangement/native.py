@@ -15,8 +15,8 @@ from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")
 ONLY_WINDOWS_ROTATE = (
-    "In this model only layers with a window rotate, and no distance in them grows with the text, so their rotation "
-    "needs no change."
+    "In this model only layers with a sliding window rotate. Distances in a window do not grow with the text, so their "
+    "rotation needs no change."
 )
 
 
