@@ -51,8 +51,8 @@ def patch_model(
 
     The native mechanisms (rotary functions, position tables, relative biases) are disabled, and the scheme takes their
     place. Their weights stay in the model, frozen, so that `unpatch_model` restores the stock model exactly. If the
-    model is already patched, the new scheme replaces the old one. The scheme that is already in force keeps its
-    parameters; unpatch the model first to start anew.
+    model is already patched, the new scheme replaces the old one. If both are the same scheme, it keeps its parameters;
+    unpatch the model first to reinitialise them.
 
     The model gets a copy of its config, in which the scheme is named. Other models that were built from the same config
     object are not affected. If an error is raised, the model is left unchanged.
@@ -73,7 +73,7 @@ def patch_model(
         **options: fields of the scheme's config, for a scheme given by name.
 
     Returns:
-        The model. `model.position_encoding` holds the config in force and the report of what was replaced.
+        The model. `model.position_encoding` holds the current config and the report of what was replaced.
 
     Raises:
         UnknownNameError: for an unknown scheme, option or part, with the nearest names.

@@ -212,7 +212,7 @@ class ForwardState:
     def replica(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
-        # Most parts have no submodules, and every layer asks.
+        # Most parts have no submodules, and this runs in every layer.
         weights: list[Tensor | None] = []
         for module in modules_of(part) if part._modules else (part,):
             weights += (*module._parameters.values(), *module._buffers.values())

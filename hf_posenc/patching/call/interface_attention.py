@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 
 class Rebound(PlacedForward):
-    """Base class of what runs the forward of an attention module with other globals, whose interface calls `attend`.
+    """Base class for running the forward of an attention module with other globals, whose interface calls `attend`.
 
-    No copy takes the rebound forwards along. They are made in advance, so that torch.compile does not trace it.
+    Copies do not contain the rebound forwards. These are made in advance, so that torch.compile does not trace this.
     """
 
     #: The attributes that hold the forwards.
@@ -323,7 +323,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         mask: Any,
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        """All that decides how attention is computed, except the numbers and the parts of the scheme."""
+        """Everything that determines how attention is computed, except tensor values and the parts of the scheme."""
         shapes = (query.dtype, query.shape, key.shape, query.device, call.rotations)
         settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), *shapes)
         causal = getattr(self.module, "is_causal", None)

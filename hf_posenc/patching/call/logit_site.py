@@ -1,6 +1,6 @@
 """The changes that a scheme makes to the logits of one attention layer: distance biases, and the scale.
 
-A bias of distances is computed by slots where their distances are those of positions.
+A distance bias is computed from slots where distances between slots equal those between positions.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ class LogitSite(PlacedForward):
 def _with_places_of_padding(ids: Tensor) -> Tensor:
     """Positions `(batch or 1, length)` in which padding continues those of real tokens, if none of these has gaps.
 
-    The bias of padding then equals that by slots. Nobody uses it, but outputs at padding are the same on all devices.
+    The bias of padding then equals that by slots. It has no use, but outputs at padding are the same on all devices.
     """
     slots, real = torch.arange(ids.shape[1], device=ids.device), ids >= 0
     least, most = shifts(ids, real)

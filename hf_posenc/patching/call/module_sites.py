@@ -1,4 +1,4 @@
-"""What stands in for the modules that use positions: tables, the first layer's input in models without, rotary modules.
+"""Replacements for modules that use positions: tables, the first layer's input in models without, rotary modules.
 
 A position table is an nn.Embedding-like module in which an architecture looks up positions. Their `forward` signatures
 differ (position ids, a mask and a length, the input ids, an input shape), and so does the row of the first token. To
