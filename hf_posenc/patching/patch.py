@@ -69,7 +69,7 @@ def patch_model(
         layers: indices of the layers of the part that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep their native scheme.
         cross_attention: the scheme of the attention from a decoder to an encoder, in all layers; `True` for the same
-            one. By default it has no positions, and keeps what it has. See `CrossAttentionConfig`.
+            one. By default it is not changed, and usually has no positions. See `CrossAttentionConfig`.
         **options: fields of the scheme's config, for a scheme given by name.
 
     Returns:

@@ -373,7 +373,7 @@ def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor
 
 
 def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:
-    """The error for an own part that returns values with another number of axes, which torch might broadcast."""
+    """The error for a custom part that returns values with another number of axes, which torch might broadcast."""
     return ValueError(f"{type(part).__name__} returned the shape {tuple(values.shape)}; expected {expected}.")
 
 
