@@ -1,4 +1,4 @@
-"""Runs a function for every item in a process of its own, with a timeout: a process that dies costs one item."""
+"""Runs a function for every item in a separate process, with a timeout: a process that dies costs one item."""
 
 from __future__ import annotations
 

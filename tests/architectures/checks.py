@@ -1,4 +1,4 @@
-"""What has to hold for every architecture, part of it and scheme, measured against the stock model.
+"""Properties of every architecture, part and scheme, measured against the stock model.
 
 A check that the stock model fails as well says nothing about a scheme and is marked so ("stock").
 """
@@ -127,7 +127,7 @@ class Checker:
         return self.record
 
     def _probe_stock(self) -> None:
-        """What the stock model can do by itself."""
+        """What the stock model can do without a scheme."""
         caller = self.caller
         self.scale = float(self.stock.std()) or 1.0
         self.trace = trace_of(self.model)
@@ -446,7 +446,7 @@ def _equal(before: list[Tensor], after: list[Tensor]) -> Finding:
 
 
 def _last_token(output: Tensor, length: int) -> Tensor:
-    """What belongs to the last of `length` tokens, whichever axis is time; some models add tokens in front."""
+    """What belongs to the last of `length` tokens, on any time axis; some models add tokens in front."""
     shape = list(output.shape)
     axis = shape.index(length) if length in shape else shape.index(max(shape[1:-1]))
     return output.select(axis, -1).flatten()

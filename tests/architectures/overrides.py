@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-#: A backbone that needs no package beside transformers.
+#: A backbone that needs no package besides transformers.
 _RESNET: dict[str, Any] = {
     "backbone_config": {
         "model_type": "resnet",

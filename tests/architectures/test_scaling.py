@@ -1,4 +1,4 @@
-"""The factor of `query . key` that biases are told is the one that the module uses, wherever it applies it."""
+"""Biases receive the factor of `query . key` that the module uses, wherever it applies this factor."""
 
 from __future__ import annotations
 

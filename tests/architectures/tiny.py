@@ -58,7 +58,7 @@ def tiny_model(pair: Pair, **options: Any) -> PreTrainedModel:
     return model
 
 
-#: Kinds of layers that mix tokens by something else than softmax attention, alone or beside it.
+#: Kinds of layers that mix tokens by something other than softmax attention, alone or next to it.
 _NOT_ATTENTION = frozenset(("linear_attention", "conv", "recurrent", "mamba", "mlp", "moe", "mlp_only"))
 
 #: Architectures in which even one layer mixes neighbours, or attends twice, so that order is visible without positions.

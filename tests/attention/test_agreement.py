@@ -303,7 +303,7 @@ def test_transforms_of_torch_func(scheme: str) -> None:
 
 
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:
-    """Who registers a function of their own under "sdpa" is asked, and gets the bias in the way of transformers."""
+    """A function that a user registers under "sdpa" is called, with the bias as transformers passes it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

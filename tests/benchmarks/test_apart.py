@@ -1,4 +1,4 @@
-"""Calls that are timed in a process of their own."""
+"""Calls that are timed in a separate process."""
 
 from __future__ import annotations
 

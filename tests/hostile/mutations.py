@@ -65,7 +65,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def at(document: Any, where: tuple[Any, ...]) -> Any:
-    """What stands at a path."""
+    """The content at a path."""
     for key in where:
         document = document[key]
     return document

@@ -1,4 +1,4 @@
-"""Files of settings and of data that the library reads beside checkpoints."""
+"""Files of settings and of data that the library reads besides checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which schemes tell the two dogs apart, and what the result says of them."""
+"""Which schemes distinguish the two dogs, and what the result says about them."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def layers(result, scheme):
 
 
 def verdicts(result, scheme):
-    """Whether the model holds the two for identical, and whether positions tell them apart."""
+    """Whether the two are identical for the model, and whether positions distinguish them."""
     return tuple(result.record(scheme, quantity).passed for quantity in ("identical", "told_apart"))
 
 

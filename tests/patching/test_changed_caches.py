@@ -1,4 +1,4 @@
-"""Caches that others change, fill or take along: a call behind them is right, or refused, whatever was done.
+"""Caches that other code changes, fills or copies: the next call is correct or refused.
 
 Right is what the same rows give without a cache.
 """

@@ -193,7 +193,7 @@ def test_caches_hold_keys_that_are_rotated_by_sums(
 @pytest.mark.parametrize("scheme", SUMS[:3], ids=str)
 @torch.no_grad()
 def test_tokens_that_are_hidden_later_have_moved_the_others(scheme: Any) -> None:
-    """As they did when they were cached; a mask of pairs tells the same in one call."""
+    """As when they were cached; a mask of pairs has the same effect in one call."""
     model, ids, positions = patched(scheme), tokens(3, 24), torch.arange(24).expand(3, -1)
     mask, seen = SHOWN.clone(), torch.ones(3, 1, 24, 24, dtype=torch.bool).tril()
     mask[:, 11:14], seen[..., 18:, 11:14] = 0, False

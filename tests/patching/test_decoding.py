@@ -1,4 +1,4 @@
-"""Decoding behind every kind of cache equals one call, whatever the positions and the padding of the tokens."""
+"""Decoding with every kind of cache equals one call, for any positions and padding of the tokens."""
 
 from __future__ import annotations
 

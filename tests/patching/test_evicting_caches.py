@@ -183,7 +183,7 @@ class _Kept(DynamicLayer):
 
 
 class _OwnCache(Cache):
-    """A cache of somebody else.
+    """A cache of other code.
 
     Args:
         states: whether its layers state the positions of their keys, and drop tokens of their own.
@@ -206,7 +206,7 @@ def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
 
 
 def giving(mask: Tensor) -> Callable[..., Any]:
-    """A forward pre-hook that gives a layer a mask of its own."""
+    """A forward pre-hook that gives a layer a separate mask."""
     return lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask})
 
 

@@ -246,7 +246,7 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
 @pytest.mark.long
 @pytest.mark.parametrize("own_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: bool) -> None:
-    """A compiled graph cannot decide what to record, so it records that somebody has to look."""
+    """A compiled graph cannot decide what to record, so it records that positions have to be checked."""
     torch_since("2.13", "what a graph sets on a cache is lost, and the cache is refused for that")
     model, ids = patched("llama_gqa", "fire", num_hidden_layers=1), tokens(1, 8)
     compiled, ones = freshly_compiled(model), torch.ones(1, 6)

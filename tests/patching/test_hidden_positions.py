@@ -1,4 +1,4 @@
-"""A position mechanism that discovery does not see is noticed by running the model, not taken for none."""
+"""A position mechanism that discovery misses is detected by running the model."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_models_of_several_choices_are_run_on_questions_with_choices(name: str) 
     patch_model(model, "alibi")
     patched_logits = model(input_ids=choices).logits
     assert not torch.allclose(patched_logits, stock)
-    # Each choice is read as a text of its own.
+    # Each choice is read as a separate text.
     assert torch.allclose(model(input_ids=choices[:, 1:2]).logits, patched_logits[:, 1:2], atol=1e-6)
     unpatch_model(model)
     assert torch.equal(model(input_ids=choices).logits, stock)

@@ -1,4 +1,4 @@
-"""Models that read pictures, sound and time series: what holds in every part, and what each family is told.
+"""Models that read pictures, sound and time series: properties of every part, and messages for each family.
 
 The checks are those of `tests/architectures`: the native scheme gives the stock outputs, also at another size; every
 other scheme acts; without positions, shuffled patches shuffle the outputs; backends agree; removal leaves no trace.

@@ -1,4 +1,4 @@
-"""Subclasses of the library's parts and configs: what they override is computed, and no faster way goes around it.
+"""Subclasses of the library's parts and configs: overridden methods are called, also in faster code paths.
 
 Every override here does nothing, so the model has to be that of a scheme without the part, mostly of 'none'.
 """
