@@ -23,7 +23,7 @@ STUDY = {
     "max_steps": 10,
     "learning_rate": 0.001,
 }
-#: What an error names where a setting was read, but makes no sense.
+#: Words in errors about settings that were read but make no sense.
 FIELDS = (*STUDY, "scheme", "type")
 PAIRS = {
     "name": "agreement",

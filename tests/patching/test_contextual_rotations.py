@@ -134,7 +134,7 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
 
 
 class OwnLayer(DynamicLayer):
-    """A layer of a cache of which nothing is known but what it returns."""
+    """A cache layer of which only the returned values are known."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Like that of its base class."""
@@ -250,7 +250,7 @@ def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", [["forget_gate", "repo", "alibi"], ["repo", "forget_gate"]])
 def test_a_rotation_joins_other_biases(scheme: list[Any]) -> None:
-    """Each summand reads its own features, wherever it stands."""
+    """Each summand reads its own features, in any order."""
     own = {"scheme": "repo", **SCHEMES["repo"]}
     model = patched([own if part == "repo" else part for part in scheme])
     given = {"max_new_tokens": 8, "do_sample": False}

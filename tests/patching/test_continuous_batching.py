@@ -130,7 +130,7 @@ def test_other_layers_and_windows(architecture: str, scheme: Any, backend: str) 
 
 @pytest.mark.parametrize("scheme", ["alibi", "forget_gate", "pope"])
 def test_layers_with_and_without_a_window_read_the_same_keys_of_a_prompt(scheme: str) -> None:
-    """The layer without a window comes first, and what it finds out about the requests is not what the other sees."""
+    """The layer without a window comes first, and its information about the requests does not apply to the other."""
     model = patched("gemma3_two_rotaries", scheme, layer_types=["full_attention", "sliding_attention"])
     model.set_attn_implementation("sdpa")
     assert_batches_equal_prompts_alone(model, prompts()[1:3], max_batch_tokens=32)

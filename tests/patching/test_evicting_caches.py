@@ -46,7 +46,7 @@ def shown(visible: Tensor) -> Tensor:
 
 
 def in_window() -> Tensor:
-    """Which keys a `SinkCache` shows to each query."""
+    """The keys that a query sees with a `SinkCache`."""
     query, key = torch.arange(LENGTH).unsqueeze(1), torch.arange(LENGTH)
     return (key <= query) & ((query - key < WINDOW) | (key < SINKS))
 

@@ -74,7 +74,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("time series-patchtst", {}, "learned"),
     ("time series-patchtst", PATCHES_AND_CLASS, "learned"),
 ]
-#: What a family says of the schemes that it cannot take.
+#: The messages of a family about schemes that it does not support.
 REFUSALS = {
     "vision-hiera": "same grid",
     "vision-segformer": "same grid",
@@ -84,7 +84,7 @@ REFUSALS = {
 
 
 def refused(record: Record) -> dict[str, str]:
-    """The schemes that a part does not take, and what it says."""
+    """The schemes that a part refuses, with the messages."""
     return {
         scheme: checks[check].note
         for scheme, checks in record.findings.items()

@@ -1,4 +1,4 @@
-"""What `patch_model` refuses: it says why, and the model is exactly as it was."""
+"""What `patch_model` refuses: the message says why, and the model is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of others that a patched model fails for a reason that is right, or not this package's. Each has its reason."""
+"""Tests of other projects that a patched model may fail, each with the reason."""
 
 from __future__ import annotations
 
