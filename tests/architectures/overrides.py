@@ -1,4 +1,4 @@
-"""What the rules of `shrinking_parts` cannot know, by model type; also for the configs inside other configs."""
+"""Exceptions from the rules of `shrinking_parts`, by model type; also for configs inside other configs."""
 
 from __future__ import annotations
 

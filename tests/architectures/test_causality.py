@@ -1,4 +1,4 @@
-"""Which layers discovery takes for causal, against what their queries see."""
+"""The layers that discovery classifies as causal, compared with what their queries see."""
 
 from __future__ import annotations
 

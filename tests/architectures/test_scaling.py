@@ -151,7 +151,7 @@ def doubled(pair: Pair, part: str) -> Tensor:
 )
 @torch.no_grad()
 def test_a_bias_is_told_what_was_multiplied(name: str, powers: tuple[float, ...]) -> None:
-    """So a bias of the logits themselves doubles them."""
+    """So a bias that returns the logits doubles them."""
     caller, pair = Caller(pair_named(name)), pair_named(name)
     Factors.found.clear()
     patch_model(caller.model, FactorsConfig())

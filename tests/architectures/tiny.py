@@ -69,7 +69,7 @@ MIXING = frozenset(
     ]
 )
 
-#: Architectures whose attention has no positions to begin with; their recurrent layers know the order.
+#: Architectures whose attention has no positions natively; their recurrent layers know the order.
 WITHOUT_POSITIONS = frozenset(("jamba", "kimi_linear", "nemotron_h", "zamba"))
 
 _WINDOWS = tuple(

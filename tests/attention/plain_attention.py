@@ -1,4 +1,4 @@
-"""Attention written out plainly, with the whole matrix of scores: what every fast form must equal."""
+"""Attention in plain operations, with the whole matrix of scores: the reference of every fast form."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short inputs as long ones: a matrix of so few pairs would take the place of the kernels."""
+    """Treats short inputs like long ones, because a matrix would replace the kernels for so few pairs."""
     blocks = {"distance_rows": 5, "backward_rows": 4, "bias_numbers": 2 * 4 * 3 * LENGTH}
     set_sizes(monkeypatch, short_pairs=0, shared_numbers=0, **blocks)
 

@@ -70,7 +70,7 @@ def third_party(monkeypatch):
 
     @dataclass(frozen=True)
     class ThirdParty(SchemeConfig):
-        """Positions of one's own."""
+        """A custom scheme."""
 
         name: ClassVar[str] = "third_party"
         strength: float

@@ -1,4 +1,4 @@
-"""`export_model` with every kind of bad input: it refuses with the reason, and nothing half-written looks whole."""
+"""`export_model` with every kind of bad input: it refuses with the reason, and no partial output looks complete."""
 
 from __future__ import annotations
 

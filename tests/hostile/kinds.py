@@ -1,4 +1,4 @@
-"""What a kind of files is: how one is written, damaged, and read. Another kind is another row of `child.KINDS`."""
+"""Kinds of files: how they are written, damaged, and read. Every kind is a row of `child.KINDS`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Input:
     """A file as it is after the damage.
 
     Args:
-        place: what stands where the file was: bytes, or what puts something else there.
+        place: the replacement of the file: bytes, or a function that puts something else there.
         neutral: whether it still means the same.
         words: of which an error has to name one, beside the file.
     """
