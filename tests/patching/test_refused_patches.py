@@ -112,7 +112,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("shared keys", "repo", {"layers": [0, 1], "elsewhere": "none"}, "both need the same rotation"),
     # A scaling of the native rotation
     ("gpt2", NativeConfig(YARN), {}, "for RoPE, and the native scheme is 'learned', which rotates nothing"),
-    ("cohere2_interleaved", NativeConfig(YARN), {}, "only layers with a window rotate"),
+    ("cohere2_interleaved", NativeConfig(YARN), {}, "only layers with a sliding window rotate"),
     ("positions on axes", NativeConfig(YARN), {}, "the rotation 'mrope', which has no scaling"),
     ("deepseek_v3_mla", NativeConfig(replace(YARN, mscale=1.0, mscale_all_dim=1.0)), {},
      "takes a factor of its softmax"),

@@ -224,7 +224,7 @@ def test_a_factor_of_the_config_itself_hides_nothing() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RopeConfig(inverse_frequencies=tuple(0.5**pair for pair in range(8))), "by its frequencies and not by theta"),
+        (RopeConfig(inverse_frequencies=tuple(0.5**pair for pair in range(8))), "by a list of frequencies and not by theta"),
         (AlibiConfig(), "needs RoPE without a scaling"),
     ],
 )
