@@ -1,4 +1,4 @@
-"""Studies with a scheme of one's own, another architecture, and one text file."""
+"""Studies with a custom scheme, another architecture, and one text file."""
 
 import json
 import multiprocessing
