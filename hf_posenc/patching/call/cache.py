@@ -212,7 +212,7 @@ def _of_static_layer(cache: Any, length: Tensor) -> int | Tensor:
 
 
 def remember_length(cache: Any, length: int | None) -> None:
-    """Stores, at the end of a call, the length of a cache whose layers keep it in a tensor. A graph cannot tell it."""
+    """Stores, at the end of a call, the length of a cache whose layers keep it in a tensor. A graph cannot read it."""
     keeper = self_attention_cache(cache)
     kept = keeper.get_seq_length() if hasattr(keeper, "get_seq_length") else None
     if isinstance(kept, Tensor):

@@ -280,7 +280,7 @@ class ForwardState:
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
 
     def counted_by_model(self, ids: Tensor) -> Positions:
-        """Positions that the model itself has computed from its slots. Where reading them costs nothing, they are."""
+        """Positions that the model itself has computed from its slots, bounded without reading a device."""
         positions = self.with_lengths(ids)
         if ids.is_cpu or self.position_ids is not None or self.end is None:
             return positions

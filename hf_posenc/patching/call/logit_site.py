@@ -309,7 +309,7 @@ class LogitSite(PlacedForward):
         return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
 
     def _counted(self, state: ForwardState, query_length: int, key_length: int) -> tuple[Tensor, int]:
-        """`(batch, query_len, key_len)`: the distances of pairs, plus a number of which none is farther."""
+        """`(batch, query_len, key_len)`: the distances of pairs plus a bound of them, and this bound."""
         span = bound_of_unread(state)
         assert span is not None
 
