@@ -32,7 +32,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.price",
-        description="Measures the cost of each position encoding, side by side with the same model without any.",
+        description="Measures the cost of each position encoding, next to the same model without one.",
         epilog="Run the same command again to continue an interrupted run.",
     )
     phases = (*PHASES, DECODE_BATCH, *COMPILED)

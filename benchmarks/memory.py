@@ -60,7 +60,7 @@ def peak_memory(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
         try:
             return pool.submit(measure_here, request, setting).result()
         except BrokenProcessPool:
-            return {"reason": "the process was killed, probably for want of memory"}
+            return {"reason": "the process was killed, probably because it ran out of memory"}
         # Any error is recorded in the results, and the run continues.
         except Exception as error:
             return {"reason": reason_of(error)[0]}

@@ -155,8 +155,8 @@ def check_same(earlier: dict[str, Any], now: dict[str, Any], kind: str, path: Pa
     if names:
         told = "; ".join(f"{name} {earlier.get(name)!r} there, {now.get(name)!r} here" for name in names)
         raise BenchmarkError(
-            f"{path} was begun with another {kind} ({told}), but figures are only comparable with the same one. Choose "
-            "another --output_dir, or pass --overwrite to measure everything again."
+            f"{path} was started with another {kind} ({told}), but figures are only comparable with the same {kind}. "
+            "Choose another --output_dir, or pass --overwrite to measure everything again."
         )
 
 

@@ -111,7 +111,7 @@ class LanguageModel(Subject):
     _apart: dict[tuple[str, int], Apart] = field(default_factory=dict)
 
     def call(self, phase: str, length: int) -> Call:
-        """Prepares tokens and cache. A compiled model runs in a process of its own."""
+        """Prepares tokens and cache. A compiled model runs in a separate process."""
         if phase not in COMPILED:
             return Call(*self._prepared(self.model, phase, length))
         key = (phase, length)

@@ -86,7 +86,7 @@ def time_subjects(
     def drop_those_without_baseline() -> None:
         for subject in subjects:
             if subject.baseline in left_out and subject.name not in left_out:
-                left_out[subject.name] = f"what it is measured against, {subject.baseline!r}, could not be run"
+                left_out[subject.name] = f"its baseline, {subject.baseline!r}, could not be run"
 
     def first(call: Call) -> float:
         seconds = timed(call, device)
@@ -171,7 +171,7 @@ def reason_of(error: Exception) -> tuple[str, bool]:
     if isinstance(error, PositionEncodingError):
         why = "refused"
     else:
-        why = "does not fit into the memory that is free" if memory else f"failed with {type(error).__name__}"
+        why = "does not fit into free memory" if memory else f"failed with {type(error).__name__}"
     return f"{why}: {lines[0][:300]}", memory
 
 

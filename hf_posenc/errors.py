@@ -13,7 +13,7 @@ from typing import ClassVar
 NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "accelerate", "peft", "contextlib", "functools"}
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
-#: A message that says where names are listed does not list more names than this itself.
+#: A message that says where names are listed lists at most this many names itself.
 _MOST_LISTED = 12
 #: Collects the library's warnings of a thread instead of showing them.
 COLLECTED: ContextVar[list[str] | None] = ContextVar("collected", default=None)

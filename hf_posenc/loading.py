@@ -42,7 +42,7 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
     """
     if Path(model, ADAPTER_CONFIG).is_file() and not Path(model, "config.json").is_file():
         raise UsageError(
-            f"{model} holds PEFT adapters and no model. Merge them into their base model first: `hf-posenc export "
+            f"{model} contains PEFT adapters and no model. Merge them into their base model first: `hf-posenc export "
             f"{model} --merge-adapters`, or merge_and_unload() and save_pretrained() in Python."
         )
     config = load_config(model)

@@ -111,7 +111,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection have made stays."""
+    """Objects made by imports and collection stay."""
     _freeze()
 
 

@@ -1,4 +1,4 @@
-"""Programs in processes of their own that start with torch and transformers imported and without this package.
+"""Programs in separate processes that start with torch and transformers imported and without this package.
 
 Importing the two takes seconds. A server imports them once and forks for each program. A test of what an import does,
 or of what comes before it, starts an interpreter instead, and so does one of a script as a user runs it.

@@ -202,14 +202,14 @@ class Hub:
 
 
 class Place:
-    """The address of a server, where one hub after the other may answer."""
+    """The address of a server, which several hubs may use, one after the other."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
         self.url = ""
 
     def answer(self, method: str, path: str, body: bytes) -> Answer:
-        """That of the hub which is there now."""
+        """The answer of the current hub."""
         self.hub.url = self.url
         return self.hub.answer(method, path, body)
 

@@ -4,7 +4,7 @@
     python -m tests.mutations hf_posenc/patching/call/cache.py tests/patching -k cache --most 40
 
 A condition never holds, a comparison is another one, a number is larger by one, or a statement is left out. A mutation
-is killed if a test fails. One that survives shows what no test protects, or code that changes nothing.
+is killed if a test fails. A surviving mutation shows code that no test covers, or code without effect.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mutations(text: str) -> list[Mutation]:
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Places in the code, and what is put there."""
+    """Places in the code, and their replacements."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             yield node.test, "False"

@@ -1,4 +1,4 @@
-"""Runs a function for every item in a process of its own, with a timeout: a process that dies costs one item."""
+"""Runs a function for every item in a separate process, with a timeout: a process that dies costs one item."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def _run(function: Callable[[Item], Answer], item: Item, sender: Connection) -> 
     try:
         sender.send((function(item), ""))
     except Exception:
-        # Code of somebody else may raise anything: the other items go on, and the answer holds the traceback.
+        # Other code may raise anything: the other items continue, and the answer has the traceback.
         sender.send((None, traceback.format_exc(limit=-4)))
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
+    """A free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

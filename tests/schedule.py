@@ -8,7 +8,7 @@ import pytest
 
 #: Folders whose files share what takes long to make: the documentation site.
 SHARING = ("tests/documentation",)
-#: Files and such folders that take longest, the longest first. Begun last, one would leave the other workers idle.
+#: Files and such folders that take longest, the longest first, so that no worker is idle at the end.
 LONGEST = (
     "tests/training/test_compare.py",
     "tests/matrix/test_behaviour.py",
@@ -48,7 +48,7 @@ _RANK = {path: rank for rank, path in enumerate(LONGEST)}
 
 
 def leaves_long_tests_out(config: pytest.Config) -> bool:
-    """Whether a run is of the whole suite without `-m`, `-k` and `--long`. What is named is run, also if it is long."""
+    """Whether a run is of the whole suite without `-m`, `-k` and `--long`. Named tests are always run."""
     root = config.rootpath
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
     chosen = config.getoption("markexpr") != "not slow" or config.getoption("keyword") or config.getoption("long")

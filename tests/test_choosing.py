@@ -1,4 +1,4 @@
-"""Every number on the page docs/choosing.md stands in a table that the same sentence links to."""
+"""Every number on the page docs/choosing.md is in a table that the same sentence links to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fresh processes of tests are what a new interpreter is, with the imports done."""
+"""Fresh processes of tests equal a new interpreter after the imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tutorials in docs/tutorials run, and their stored outputs are what they print.
+"""The tutorials in docs/tutorials run, and print their stored outputs.
 
 By default, they train briefly, and only what they print before that has to be the same in every number.
 """

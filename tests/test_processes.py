@@ -1,4 +1,4 @@
-"""Items that die or hang in a process of their own cost one item."""
+"""A process that dies or hangs costs only its own item."""
 
 from __future__ import annotations
 

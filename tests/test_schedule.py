@@ -1,4 +1,4 @@
-"""Which tests a run has: those of whole programs only where somebody asks for them."""
+"""Which tests a run has: those of whole programs only on request."""
 
 from __future__ import annotations
 

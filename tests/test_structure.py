@@ -1,4 +1,4 @@
-"""How far a call travels through the library, and how large it is. import-linter checks the imports (pyproject.toml).
+"""The length of call paths through the library, and its size. import-linter checks the imports (pyproject.toml).
 
 The numbers are counted, not timed, so they do not depend on the machine. They are upper bounds of what is there: lower
 them after a change that shortens a path.

@@ -1,4 +1,4 @@
-"""Functions of other packages that are wrapped: they take the same calls as before, and the page lists them."""
+"""Wrapped functions of other packages: they accept the same calls as before, and the page lists them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wrapped(name: str) -> Any:
 
 
 def _wrapped_twin(wrapper: Callable[[Call], Any], function: Callable[..., Any]) -> Any:
-    """A function in a module of its own, with a wrapper."""
+    """A function in a separate module, with a wrapper."""
     module: Any = ModuleType("tests.twin")
     module.__spec__ = SimpleNamespace(_initializing=False)
     module.twin = function

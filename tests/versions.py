@@ -1,4 +1,4 @@
-"""What an older transformers or torch lacks: the tests of it are skipped there, and nowhere else."""
+"""Features that an older transformers or torch lacks: their tests are skipped only there."""
 
 from __future__ import annotations
 

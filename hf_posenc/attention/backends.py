@@ -354,9 +354,9 @@ def _attend_folded(
         terms, query_slots = (None, None) if of_keys is None else (of_keys.terms, of_keys.query_slots)
     if terms is None or query_slots is None or not _is_causal(module, call):
         raise UnsupportedError(
-            f"The attention backend {call.name!r} does not support logit biases, and this one is not a number per key "
-            'that could be folded into queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" '
-            'or "eager".'
+            f"The attention backend {call.name!r} does not support logit biases, and this bias cannot be folded into "
+            'queries and keys, because it is not one number per key. Use model.set_attn_implementation("sdpa"), '
+            '"flex_attention" or "eager".'
         )
     if terms.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(

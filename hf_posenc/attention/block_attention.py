@@ -2,8 +2,8 @@
 
 Torch's flash kernels do not compute the gradient of a mask; torch falls back to a sequence of plain operations if one
 is needed. Here the forward pass uses the kernel, and the backward pass recomputes the probabilities. The gradient of
-the logits is the gradient of the bias. For a short text, the number of operators decides the time. Keeping the
-probabilities takes fewer of them.
+the logits is the gradient of the bias. For a short text, the time depends on the number of operators. Keeping the
+probabilities needs fewer of them.
 
 A mask may hide all keys of a query, as for padding before a text. Its output is the mean of the values, as in eager
 attention, and does not depend on the scores. A softmax gives the scores a gradient nevertheless. Torch's kernels give
@@ -305,6 +305,6 @@ def refuse_second_derivative(*_: object) -> None:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "Fused attention with a position bias does not support second derivatives, like flash kernels. For gradient "
+        "Like flash kernels, fused attention with a position bias does not support second derivatives. For gradient "
         'penalties and similar methods, use model.set_attn_implementation("eager").'
     )

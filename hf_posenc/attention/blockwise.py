@@ -98,7 +98,7 @@ def blocks(query: Tensor, key_length: int, bias: BlockBias, rows: int, limited: 
     Args:
         query: `(batch, heads, query_len, width)`.
         key_length: number of keys.
-        bias: the bias, which tells the keys that are seen and needed.
+        bias: the bias, which states the keys that are seen and needed.
         rows: queries per block.
         limited: whether to limit the scores of a block, if possible.
     """

@@ -135,8 +135,7 @@ class ScoresMode(TorchFunctionMode):
             raise in_parts(self.owner)
         if self.changes_part and self._turned:
             raise UnsupportedError(
-                f"{self.owner} multiplies keys with queries, keys first, and exchanges the two axes of the scores. "
-                "Multiply queries with keys."
+                f"{self.owner} multiplies keys by queries and then transposes the scores. Multiply queries by keys."
             )
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -114,8 +114,8 @@ def windows_of(
         terms: `(batch, heads, key_len)` float32, a number per key, of which each query subtracts its own, or `None`.
         mask: `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`.
         scaling: as in `Call`.
-        causal: likewise.
-        gradient: likewise.
+        causal: as in `Call`.
+        gradient: as in `Call`.
         learned: whether the gradient of the bias is needed. It is summed in float32 for any dtype of the heads.
 
     Returns:

@@ -176,8 +176,8 @@ def check_targets(model: Any, config: Any) -> None:
             )
         raise UnsupportedError(
             f"{field} of this {kind} names {path}, which has no effect in this model: the scheme {scheme!r} replaces "
-            f"it, so training it would change nothing. Give {field} names that do not select it. The scheme is trained "
-            "by hf_posenc.recipes.add_lora(model, config); native positions, after unpatch_model(model)."
+            f"it, so training it would change nothing. Give {field} names that do not select it. To train the scheme, "
+            "use hf_posenc.recipes.add_lora(model, config). To train native positions, call unpatch_model(model) first."
         )
 
 

@@ -226,8 +226,8 @@ def check_loaded(
     elif scheme is not None or absent:  # Else the weights stay on disk or come from another process.
         (named or NamedSchemes(source, {} if scheme is None or absent else {MARK: scheme})).check(
             model,
-            " Restore the config.json that was saved with them, or pass no `config`. To give them another scheme, load "
-            "them with their own config and call patch_model.",
+            " Restore the config.json that was saved with them, or pass no `config`. To give these weights another "
+            "scheme, load them with their config and call patch_model.",
             reader="from_pretrained",
         )
     scheme = encoding.config.to_dict()

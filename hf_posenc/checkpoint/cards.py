@@ -360,9 +360,9 @@ def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], ada
             else f"vLLM does not run it: {problem or kind}.",
         ]
     lines.append(
-        "Programs without hf_posenc run an export, where they can express the scheme: plain transformers (`--to stock` "
-        "or, with `trust_remote_code=True`, `--to remote_code`), llama.cpp (`--to gguf`), ONNX Runtime (`--to onnx`), "
-        f"ExecuTorch (`--to executorch`). `{export}` writes it."
+        "Programs without hf_posenc can run an export, if they can express the scheme: plain transformers (`--to "
+        "stock` or, with `trust_remote_code=True`, `--to remote_code`), llama.cpp (`--to gguf`), ONNX Runtime (`--to "
+        f"onnx`), ExecuTorch (`--to executorch`). `{export}` writes it."
     )
     lines.append(
         "Other programs refuse this checkpoint, except those that load its weights without reading its `config.json`: "

@@ -175,7 +175,7 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
         raise damaged(
             source,
             f"{content} {config_class.__name__} is the config class of {known!r} models",
-            remedy=f"Load it with the class it was saved from ({_classes(memory)}), if this is another one.",
+            remedy=f"Load it with the class it was saved from ({_classes(memory)}), if that is a different class.",
         )
     if not known and model_type not in CONFIG_MAPPING and "AutoConfig" not in (memory.get("auto_map") or {}):
         raise damaged(

@@ -52,7 +52,7 @@ class EntryIgnoredError(UnsupportedError):
             f"{name}(config) builds the stock architecture, but this config carries the position encoding {scheme!r}, "
             f"which would be lost. Use {name}._from_config(config) or AutoModel*.from_config(config) to build the "
             "patched model. To build the stock model, first remove the scheme with unpatch_model(model). If a library "
-            "makes the call (PEFT's Shadow), that part of it does not work with a patched model."
+            "makes this call (such as PEFT's Shadow), that feature does not work with a patched model."
         )
 
 
@@ -68,7 +68,7 @@ def get_config_dict(call: Call) -> Any:
     if isinstance(source, str | os.PathLike):
         path = Path(source, call.arguments.get("subfolder") or "", "config.json")
         if path.is_dir():  # A model class would otherwise use its default config.
-            raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
+            raise IsADirectoryError(f"{path} is a folder; expected the config file of a model. Remove or rename it.")
     try:
         config, unused = call.run()
         if not isinstance(config, dict) and MODEL_TYPE in (read_config(source, call.arguments) or ""):

@@ -32,8 +32,8 @@ _ONLY_WEIGHTS = (
     "torch.distributed.checkpoint."
 )
 _OLDER_ADAPTER = (
-    " If its adapter was trained with the scheme, and saved by a version of hf_posenc before adapters named it, load "
-    "it with PeftModel.from_pretrained(patched_model, checkpoint), and save it there again with save_pretrained."
+    " If its adapter was trained with the scheme, but saved by an older hf_posenc that did not store it, load it "
+    "with PeftModel.from_pretrained(patched_model, checkpoint), and save it there again with save_pretrained."
 )
 
 

@@ -325,8 +325,8 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
 def warn_about_no_scheme(target: Any, source: Any) -> None:
     """Warns about an adapter that names no scheme, in a patched model."""
     warn_user(
-        f"The adapter in {source} names no position encoding: it was trained on a stock model, or saved by a version "
-        f"of hf_posenc before adapters had one. This {type(target).__name__} has the scheme "
+        f"The adapter in {source} names no position encoding: it was trained on a stock model, or saved by an older "
+        f"hf_posenc, which did not store the scheme with adapters. This {type(target).__name__} has the scheme "
         f"{target.position_encoding.config.name!r}. If the adapter was trained with this scheme, save it again. "
         "Otherwise load it on the stock model."
     )

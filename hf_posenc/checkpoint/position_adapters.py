@@ -53,7 +53,7 @@ def save_position_adapter(
     """
     if not is_place_for_folder(folder):
         raise FileExistsError(
-            f"{folder!r} is not a folder. A position adapter is one with two files: give another name."
+            f"{folder!r} is not a folder. A position adapter is a folder with two files. Give another name."
         )
     target = unwrapped(model)
     encoding = current_encoding(target)

@@ -89,8 +89,8 @@ def report(options: argparse.Namespace) -> int:
         if options.plot is None:
             raise
         raise UsageError(
-            f"--plot: {', '.join(options.files)} lacks what the figure of {result.task!r} shows, or has another value "
-            f"than expected ({type(error).__name__}: {error}). Write it again with hf-posenc eval --json."
+            f"--plot: {', '.join(options.files)} lacks values that the figure of {result.task!r} shows, or has "
+            f"unexpected ones ({type(error).__name__}: {error}). Write it again with hf-posenc eval --json."
         ) from error
 
 

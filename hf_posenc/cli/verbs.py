@@ -87,7 +87,7 @@ def _engines(model: PreTrainedModel) -> list[str]:
         return lines
     target = find_target("gguf")
     if target.missing_packages():
-        return [*lines, f"whether llama.cpp runs an export is known after {install_command('gguf')}"]
+        return [*lines, f"to find out whether llama.cpp runs an export, run: {install_command('gguf')}"]
     carrier = proposal(target, ModelParts(model))
     return [*lines, f"llama.cpp runs an export to gguf ({carrier})" if carrier else "llama.cpp does not run it"]
 

@@ -125,7 +125,7 @@ def export_model(
     """
     target = find_target(to)
     if os.fspath(folder) == "":
-        raise FileNotFoundError("The folder is ''. Give the path of a folder; that of the current one is '.'.")
+        raise FileNotFoundError("The folder is ''. Give the path of a folder, or '.' for the current one.")
     place = Path(folder)
     refuse_used_folder(place, overwrite)
     export = target.export(options)

@@ -126,7 +126,7 @@ class ModelParts:
         """The stack of a model with one. A model with several is refused."""
         if len(self.stacks) != 1:
             raise UnsupportedError(
-                f"{self.name} has {len(self.stacks)} stacks of attention layers, and these blocks of llama.cpp are one."
+                f"{self.name} has {len(self.stacks)} stacks of attention layers, but these llama.cpp blocks form one."
             )
         return self.stacks[0][0]
 

@@ -109,7 +109,7 @@ def refuse_unsuited(model: PreTrainedModel, target: Target) -> None:
     elif others and TEXT not in Anatomy(model).parts:
         raise UnsupportedError(
             f"The export to {target.name!r} writes a program that reads token ids, but {name} has the part "
-            f"{_listed(others)} and reads none. {_WHOLE}"
+            f"{_listed(others)} and reads no token ids. {_WHOLE}"
         )
     elif others:
         whole = 'For the whole model, to="stock" may work. ' if _runs_on_ids(model) else ""

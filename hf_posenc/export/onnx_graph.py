@@ -105,7 +105,7 @@ def function_of(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Any]]:
     layers = getattr(cache, "layers", [])
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         raise UnsupportedError(
-            f"{type(model).__name__} caches something else than the keys and values of every layer, which has no "
+            f"{type(model).__name__} caches something other than the keys and values of every layer, which has no "
             "common names in ONNX."
         )
     past = [(layer.keys.clone(), layer.values.clone()) for layer in layers]

@@ -95,7 +95,7 @@ def dog_test(
             try:
                 in_probe = probe_distance(probe, embeddings, pair.first, pair.second, config, seed=seed)
             except ValueError as error:
-                refusal = f"The probe has no number: {error}"
+                refusal = f"The probe could not run: {error}"
         told_apart: bool | None = not identical
         if causal:
             told_apart = None if in_probe is None else in_probe > PROBE_TOLERANCE

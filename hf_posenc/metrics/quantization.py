@@ -161,7 +161,7 @@ class QuantizedConfig(PositionMapConfig):
         except ValueError as error:
             raise UnsupportedError(str(error).replace(f"{type(self).__name__}.inner is", "The scheme is")) from error
         if self.keys is not None and parts.query_key_map is None:
-            raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys, so there are none to round.")
+            raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys, so it has no keys to round.")
         if isinstance(parts.query_key_map, ChainedMap):
             parts.query_key_map = RoundedQueryKeyMap(parts.query_key_map, self)
         if self.encodings is not None:

@@ -80,8 +80,8 @@ def extend_context(
     """Sets the context length of a model and its tokenizer. In place.
 
     A model with its own rotation is patched first, so that it can read texts of this length without training:
-    `extend_context(model, tokenizer, length=32768)`. A study of such methods chooses one, and a warning says which and
-    why. `method="yarn"` takes another. Options follow from the length that the model was trained on and the new one:
+    `extend_context(model, tokenizer, length=32768)`. The method is chosen by a study of such methods, and a warning
+    says which and why. `method="yarn"` selects YaRN instead. Options follow from the trained length and the new one:
 
     ================  ============================================================================
     "linear", "ntk"   `LinearScaling` and `NtkScaling` by the factor new length / trained length
@@ -94,8 +94,8 @@ def extend_context(
     "dual_chunk"      `DualChunkConfig` with chunks of three quarters of it, an eighth of it local
     ================  ============================================================================
 
-    Scalings replace a scaling that the model was trained with, as Llama 3.1 was, and count from the length before it.
-    The others keep it. Layers with a sliding or chunked window keep their rotation.
+    Scalings replace a scaling that the model was trained with, as Llama 3.1 was, and use the length before it. The
+    other methods keep that scaling. Layers with a sliding or chunked window keep their rotation.
 
     If the model, or its `part`, is already patched, only its length changes, unless you name a method. A plain rotation
     uses angles that the model was not trained on, and its loss rises soon after its training length: a warning says so.
@@ -112,8 +112,8 @@ def extend_context(
         tokenizer: the model's tokenizer, or a processor that holds it. If you pass none, set its `model_max_length` to
             the same length yourself, because most tokenizers truncate at theirs.
         length: number of tokens, including special tokens. May be shorter than before.
-        part: the part whose length it is. By default the one whose length is that of the model: the text part, if there
-            is one. The encoder of Whisper is the part "audio"; its tokens are 20 ms long.
+        part: the part whose length is set. By default the one that determines the length of the model: any text part.
+            The encoder of Whisper is the part "audio"; its tokens are 20 ms long.
         method: how the rotation reaches the length. By default, the first of "rerope", "dual_chunk" and "dynamic_yarn"
             that a model accepts, if it is not patched.
 
@@ -226,9 +226,9 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
                 patch_model(model, NativeConfig(scaling=_SCALINGS[name](unscaled, length)), part=part)
             else:
                 raise UnsupportedError(
-                    f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not say how long "
-                    f"texts were before it. {name!r} would replace it and count from that length. "
-                    f"{', '.join(map(repr, _FAR_PAIRS))} keep it."
+                    f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not state the length "
+                    f"before scaling. {name!r} would replace this scaling, and needs that length. "
+                    f"{', '.join(map(repr, _FAR_PAIRS))} keep the scaling."
                 )
             with contextlib.suppress(NotRunnableError):
                 run_briefly(anatomy, stacks, 3)  # Some refusals come with the first call.

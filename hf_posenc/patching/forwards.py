@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
-#: Makes torch.compile not compile a code object by itself; `None` if torch has renamed it.
+#: Prevents torch.compile from compiling a code object separately; `None` if torch has renamed it.
 _SKIP_CODE: Any = getattr(eval_frame, "skip_code", None)
 #: A cell of a closure without a value, which has no attribute `cell_contents`.
 _EMPTY = types.CellType()
@@ -116,11 +116,11 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
 
 @functools.lru_cache(maxsize=1024 if _SKIP_CODE else 0)
 def _compiled_with_callers(code: types.CodeType, file: str) -> types.CodeType:
-    """A copy of a code object that torch.compile puts into graphs of callers, but does not compile by itself.
+    """A copy of a code object that torch.compile puts into graphs of callers, but does not compile separately.
 
     What it compiles from a function of one layer would also run for other layers, which have the same code object, but
-    the compiled code looks for its kernels in the globals of the function, which only that layer has. So do the
-    functions inside it. If torch does not have the setting, each function gets code of its own.
+    the compiled code looks for its kernels in the globals of the function, which only that layer has. The same holds
+    for functions inside it. If torch does not have the setting, each function gets code of its own.
     """
     constants = [*code.co_consts]
     for number, inside in enumerate(constants):

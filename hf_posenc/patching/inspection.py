@@ -122,10 +122,10 @@ def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeC
     """The scheme of a stock model, or of one part of a composite model, with its parameters.
 
     `patch_model(model, native_scheme(model))` reproduces the stock outputs. To verify this, a rotary model is run once
-    on three tokens, and a model with a declared mechanism, or with code of somebody's own, twice on eight tokens:
-    unchanged, and with the scheme in place. Every row of a sinusoidal table is compared with its formula. A stack in
-    which no mechanism is found is run twice on three tokens, in two orders. For a patched model, the scheme of the
-    underlying stock model is returned.
+    on three tokens, and a model with a declared mechanism, or with code of others, twice on eight tokens: unchanged,
+    and with the scheme in place. Every row of a sinusoidal table is compared with its formula. A stack in which no
+    mechanism is found is run twice on three tokens, in two orders. For a patched model, the scheme of the underlying
+    stock model is returned.
 
     Args:
         model: a transformers model, or a PEFT model around one.

@@ -51,8 +51,8 @@ def patch_model(
 
     The native mechanisms (rotary functions, position tables, relative biases) are disabled, and the scheme takes their
     place. Their weights stay in the model, frozen, so that `unpatch_model` restores the stock model exactly. If the
-    model is already patched, the new scheme replaces the old one. The scheme that is already in force keeps its
-    parameters; unpatch the model first to start anew.
+    model is already patched, the new scheme replaces the old one. If both are the same scheme, it keeps its parameters;
+    unpatch the model first to reinitialise them.
 
     The model gets a copy of its config, in which the scheme is named. Other models that were built from the same config
     object are not affected. If an error is raised, the model is left unchanged.
@@ -69,11 +69,11 @@ def patch_model(
         layers: indices of the layers of the part that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep their native scheme.
         cross_attention: the scheme of the attention from a decoder to an encoder, in all layers; `True` for the same
-            one. By default it has no positions, and keeps what it has. See `CrossAttentionConfig`.
+            one. By default it is not changed, and usually has no positions. See `CrossAttentionConfig`.
         **options: fields of the scheme's config, for a scheme given by name.
 
     Returns:
-        The model. `model.position_encoding` holds the config in force and the report of what was replaced.
+        The model. `model.position_encoding` holds the current config and the report of what was replaced.
 
     Raises:
         UnknownNameError: for an unknown scheme, option or part, with the nearest names.
@@ -246,9 +246,9 @@ def _warn_of_raster_order(encoding: PositionEncoding, placed: list[StackEncoding
     names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
         warn_user(
-            f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme {encoding.config.label!r}, "
-            "and this model's tokens are patches of images, which are numbered row by row: the last patch of a row is "
-            f"a neighbour of the first patch of the next one. {TWO_DIMENSIONAL}"
+            f"Scheme {encoding.config.label!r} reads the order of tokens (in {' and '.join(sorted(names))}), but this "
+            "model's tokens are patches of images, which are numbered row by row: the last patch of a row is a "
+            f"neighbour of the first patch of the next one. {TWO_DIMENSIONAL}"
         )
 
 

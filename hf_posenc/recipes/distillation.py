@@ -41,7 +41,7 @@ def check_same_shape(student: Tensor, teacher: Tensor) -> None:
     if student.shape != teacher.shape:
         raise ValueError(
             f"The outputs of the student have the shape {tuple(student.shape)} and those of the teacher "
-            f"{tuple(teacher.shape)}. Both need the same tokens, and a vocabulary or hidden states of one size."
+            f"{tuple(teacher.shape)}. Both need the same tokens, and a vocabulary or hidden states of the same size."
         )
 
 

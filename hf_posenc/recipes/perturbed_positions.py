@@ -47,8 +47,8 @@ class PerturbedSelfDistillation:
     Called inside `Trainer.compute_loss`, or as one of the `loss_hooks` of `training.trainer.SchemeTrainer`. A step has
     two forward passes and keeps the activations of both. The authors report about 1.6 times the time per step.
 
-    The first call checks that positions change the predictions of this model at all, that its attention does not, and
-    that a token still sees those before a jump of the positions.
+    The first call checks that positions change the predictions of this model, but not which tokens it attends to, and
+    that a token still sees the tokens before a jump of the positions.
 
     Args:
         model: the model that is trained, with its LoRA adapters but not wrapped for DDP. In a composite model, the text
@@ -61,8 +61,8 @@ class PerturbedSelfDistillation:
     Raises:
         ValueError: for a weight or a skip out of range.
         UnknownNameError: for an unknown shift.
-        UnsupportedError: for a model that takes no `position_ids`; for "cyclic" with a scheme that takes a wrap of the
-            positions for the start of another document.
+        UnsupportedError: for a model that takes no `position_ids`; for "cyclic" with a scheme that treats a wrap of the
+            positions as the start of another document.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PerturbedSelfDistillation:
         chosen = targets & (positions != view.positions)[:, :-1]
         perturbed = self.views.logits(view, positions)[:, :-1][chosen]
         standard = outputs.logits.detach()[:, :-1][chosen]
-        # Each row counts by its targets, whichever of them the row's mean is over.
+        # A row is weighted by its number of targets, even if its mean is over some of them.
         share = targets.sum(-1) / chosen.sum(-1).clamp(min=1)
         changed = (reverse_divergence(perturbed, standard) * share[chosen.nonzero()[:, 0]]).sum()
         return loss + self.weight * changed / num_items

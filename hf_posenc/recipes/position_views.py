@@ -24,12 +24,12 @@ _NOT_GIVEN = ("labels", "num_items_in_batch")
 _REFUSED = ("cu_seq_lens_q", "cu_seq_lens_k")
 #: Differences of rounding, in units of the spread of the logits, and as a share of what one position changes.
 _ROUNDED, _SHARE = 1e-3, 0.2
-#: Differences that are none, in the same units.
+#: Differences that count as zero, in the same units.
 _NOTHING = 1e-6
 
 
 def document_starts(positions: Tensor, real: Tensor) -> Tensor:
-    """`(batch, length)` bool: where a run of consecutive positions begins, or padding does."""
+    """`(batch, length)` bool: where a run of consecutive positions begins, or where padding begins."""
     starts = torch.ones_like(real)
     starts[:, 1:] = (positions.diff(dim=-1) != 1) | (real[:, 1:] != real[:, :-1])
     return starts
@@ -63,7 +63,7 @@ class View:
 
     Args:
         given: the inputs of a forward, without labels, with an explicit attention mask. Without one, transformers would
-            take each jump of the positions for the start of another document.
+            treat each jump of the positions as the start of another document.
         positions: `(batch, length)` int64.
         real: `(batch, length)` bool, false for padding.
     """
@@ -197,7 +197,7 @@ class PositionViews:
         return mask_of_documents(starts.cumsum(-1), self.target.dtype)
 
     def _check(self, inputs: Mapping[str, Any], view: View) -> bool:
-        """Compares the model with itself one position away, in evaluation mode, and refuses it if they do not fit.
+        """Compares logits at standard and at moved positions, in evaluation mode, and refuses an unsuitable model.
 
         Returns whether the batch has a document of two tokens to compare.
         """
@@ -205,8 +205,8 @@ class PositionViews:
         inside = (~starts).nonzero()
         if not len(inside):
             return False
-        # In the middle of the tokens that have one before them in their document. The rest of it moves one position
-        # away, or nearer if the model has no more positions.
+        # A token in the middle of those that have one before them in their document. From there on, the document moves
+        # one position away, or nearer if the model has no more positions.
         row, slot = inside[len(inside) // 2].tolist()
         documents = starts[row].cumsum(-1)
         before = torch.arange(len(documents), device=starts.device) < slot
@@ -230,16 +230,16 @@ class PositionViews:
             scheme = "its own scheme" if encoding is None else f"the scheme {encoding.config.name!r}"
             raise UnsupportedError(
                 f"Changing position_ids has no effect in this {name}: {scheme} does not read them, or its parameters "
-                "have no effect yet. Train with the standard ones."
+                "have no effect yet. Train with standard positions."
             )
         tolerance = max(_ROUNDED, _SHARE * effect)
         if spread_distance(same[view.real], usual[view.real]) > tolerance:
             raise UnsupportedError(
                 f"{name} gives different logits with the same positions and an explicit attention mask, so its views "
-                "would differ in more than their positions. Documents that share a row cannot be kept apart in both "
-                "views of a model with a window of attention, or of one that does not find them by their position_ids: "
-                "use one document per row (in the training scripts: --packing concatenate). A model whose positions do "
-                "not begin at 0 needs position_ids in its inputs."
+                "would differ in more than their positions. In a model with sliding-window attention, or one that does "
+                "not separate documents by position_ids, documents that share a row cannot be kept apart in both "
+                "views: use one document per row (in the training scripts: --packing concatenate). A model whose "
+                "positions do not begin at 0 needs position_ids in its inputs."
             )
         if spread_distance(moved[row, before], same[row, before]) > tolerance:
             raise UnsupportedError(

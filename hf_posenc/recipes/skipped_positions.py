@@ -25,13 +25,13 @@ def pose_positions(
 
     A document of `L` tokens is cut into chunks. Chunk `i` moves by `u[i]`, where `u[0] = 0` and `u[i]` is uniform in
     `u[i-1] .. target_length - L`, so positions increase and stay below `target_length`. Documents are runs of
-    consecutive positions, and each is drawn by itself. The chunks hold the consecutive tokens of the document (the
+    consecutive positions, and each is drawn separately. The chunks hold the consecutive tokens of the document (the
     paper's `v[i] = 0`; its other choices give nearly the same losses).
 
     The paper does not state how long the chunks are. As in the authors' code, the first of two has 1 to `L / 2` tokens,
     rounded up. With more chunks, each has 1 to an equal share of the rest, which is a choice made here.
 
-    Give the model an attention mask too: without one, transformers takes every skip for the start of another document.
+    Give the model an attention mask too: without one, transformers treats every skip as the start of another document.
 
     Args:
         positions: `(batch, length)` int64, the standard positions.
@@ -76,7 +76,7 @@ def perturbed_positions(
 ) -> Tensor:
     """Draws other positions for the same tokens (arXiv:2604.14339, section 2).
 
-    A document is a run of consecutive positions. Each is perturbed by itself, so the documents of a packed row stay
+    A document is a run of consecutive positions. Each is perturbed separately, so the documents of a packed row stay
     apart. With `L` tokens in a document:
 
     - "skip": token `i` keeps its position for `i < s`, and has its position plus `y` for `i >= s`. `s` is uniform in
@@ -138,9 +138,9 @@ def _documents(
     """The documents of rows.
 
     Returns:
-        Of each token, `(batch, length)`: whether it is real, how far it stands behind the first of its document, and
-        the number of tokens in the document; and `numbers` random numbers below 1 of each document, `(numbers, batch,
-        length)` float64.
+        Of each token, `(batch, length)`: whether it is real, its distance from the first token of its document, and the
+        number of tokens in the document; and `numbers` random numbers below 1 of each document,
+        `(numbers, batch, length)` float64.
 
     Raises:
         ValueError: for positions and masks of another dtype or shape.

@@ -80,7 +80,7 @@ class CandidateSpace:
         return SpectrumCandidate(self._rising(factors), scaling.attention_scaling())
 
     def proposals(self, measured: list[SpectrumCandidate], generator: Generator) -> Iterator[SpectrumCandidate]:
-        """What to measure next, without end.
+        """Yields candidates to measure next, without end.
 
         Args:
             measured: what was measured: YaRN, and then each proposal, added by the caller.
@@ -116,7 +116,7 @@ class CandidateSpace:
             yield candidate_at(step * min(max((losses[0] - losses[1]) / (2 * bend), -2.0), 2.0))
 
     def _shifted(self, candidate: SpectrumCandidate, pairs: float) -> SpectrumCandidate:
-        """A candidate in which each pair has the factor of the one that is so many pairs faster."""
+        """A candidate in which each pair has the factor of the pair `pairs` places before it."""
         index = np.arange(self.pairs)
         factors = np.interp(index - pairs, index, candidate.factors)
         return dataclasses.replace(candidate, factors=self._rising(factors), loss=math.nan)
@@ -140,7 +140,7 @@ class CandidateSpace:
         return dataclasses.replace(parent, factors=self._rising(factors), loss=math.nan)
 
     def _rising(self, factors: ArrayLike) -> tuple[float, ...]:
-        """The nearest factors between 1 and the largest of which none is below the one before it."""
+        """The nearest factors that never fall from pair to pair, between 1 and the largest one allowed."""
         limited = np.clip(factors, 1.0, _LARGEST * self.extension)
         above, below = np.maximum.accumulate(limited), np.minimum.accumulate(limited[::-1])[::-1]
         return tuple(np.sqrt(above * below).tolist())
@@ -151,5 +151,5 @@ def _best(measured: list[SpectrumCandidate]) -> SpectrumCandidate:
 
 
 def _limited(candidate: SpectrumCandidate, change: float) -> float:
-    """The candidate's factor of cosine and sine, changed by so much of its logarithm."""
+    """The candidate's factor of cosine and sine, with `change` added to its logarithm, limited to 0.5 to 4."""
     return min(max(candidate.attention_factor * math.exp(change), 0.5), 4.0)

@@ -89,10 +89,10 @@ def search_spectrum(
         needle_tokens: tokens of a repeated span; `None` takes 16, or an eighth of a short text. Its first quarter is a
             hint, and does not count.
         seed: of mutations and of the places of the spans.
-        on_evaluation: told of each candidate as soon as it is measured, for a progress bar.
+        on_evaluation: called with each candidate as soon as it is measured, for a progress bar.
 
     Returns:
-        The config, and what was found on the way.
+        The config, the best candidate, YaRN for comparison, and the losses of the search.
 
     Raises:
         UnsupportedError: for a model that is not causal, or whose scheme is not RoPE without a scaling.

@@ -68,8 +68,8 @@ def overlooked(part: Any) -> str:
         if type(hook).__module__.startswith("torch.nn.utils."):
             return (
                 f"{type(hook).__name__} computes a weight of a {kind.__name__} in a hook before its forward, but other "
-                "methods of this part read its weights, too, and would read an old one. Remove it (prune.remove, "
-                "remove_weight_norm), and use torch.nn.utils.parametrize or parametrizations."
+                "methods of this part read its weights, too, and would read an outdated value. Remove the hook "
+                "(prune.remove, remove_weight_norm), and use torch.nn.utils.parametrize or parametrizations."
             )
     if hooks:
         warn_user(

@@ -179,7 +179,7 @@ class Caller:
         return logits if self.tokens_name == "decoder_input_ids" else logits[:, PADDING:]
 
     def permuted(self, model: PreTrainedModel) -> float:
-        """How much the last token in a model of the same vocabulary notices that the earlier ones changed places."""
+        """How much the output at the last token changes if the earlier tokens change places."""
         tokens = self.inputs["input_ids"][:1, :12]
         order = torch.tensor([7, 2, 10, 0, 5, 9, 1, 4, 8, 3, 6, 11])
         last, moved = (self._logits_of(model(input_ids=one))[:, -1] for one in (tokens, tokens[:, order]))

@@ -1,6 +1,6 @@
-"""What has to hold for every architecture, part of it and scheme, measured against the stock model.
+"""Properties of every architecture, part and scheme, measured against the stock model.
 
-A check that the stock model fails as well says nothing about a scheme and is marked so ("stock").
+A check that the stock model fails too says nothing about a scheme, and is marked "stock".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .tiny import one_layer_models
 from .traces import difference, trace_of
 
 HIDDEN = 64
-#: Patches of an image, so many that some are away from its edges.
+#: Patches of an image, enough that some are away from its edges.
 _ENOUGH_TOKENS = 16
 #: Schemes that are the same as a native one of their name.
 _WITHOUT_OPTIONS = frozenset(("alibi", "learned", "sinusoidal"))
@@ -90,7 +90,7 @@ class Checker:
         """Runs everything."""
         try:
             self.stacks = Anatomy(self.model).stacks([self.part] if self.part else None)
-            unpatch_model(self.model)  # A part of a model that is saved with it is refused here already.
+            unpatch_model(self.model)  # A part that is saved with its model is refused here.
         except UnsupportedError as error:
             return self.record_of_refusal(error)
         self.record.columns = columns_of(self.part or "text", self.stacks)
@@ -127,7 +127,7 @@ class Checker:
         return self.record
 
     def _probe_stock(self) -> None:
-        """What the stock model can do by itself."""
+        """What the stock model can do without a scheme."""
         caller = self.caller
         self.scale = float(self.stock.std()) or 1.0
         self.trace = trace_of(self.model)
@@ -193,7 +193,7 @@ class Checker:
                 patch_model(self.model, config, **self.where)
             else:
                 self._patch(self.model, scheme, options)
-        except Exception as error:  # As in `attempt`: the row says what went wrong, and the other schemes go on.
+        except Exception as error:  # As in `attempt`: the row says what went wrong, and other schemes are checked.
             self.found["patch"] = refused_or_failed(error)
             if scheme == "native":
                 self.record.native = f"({error})"
@@ -222,7 +222,7 @@ class Checker:
         stir(model)
 
     def _run(self) -> Outputs:
-        """The outputs of the model, and those of the attention in the part, of which the former may show little."""
+        """The outputs of the model, and those of the attention in the part, because the former may show little."""
         attentions = [attention.module for stack in self.stacks for attention in stack.attentions]
         with kept_outputs(attentions if self.part else []) as inside:
             return self.caller.outputs(), inside
@@ -347,7 +347,7 @@ class Checker:
             self.found["other parts"] = after if isinstance(after, Finding) else _equal(self.before, after)
 
     def _outputs_of_other_parts(self) -> list[Tensor]:
-        """What the stacks of vision and audio parts compute."""
+        """The outputs of the stacks of vision and audio parts."""
         towers = [other for other in self.parts if other != self.part and is_tower(other)]
         found = [attempt(partial(Anatomy(self.model).stacks, [tower])) for tower in towers]
         modules = [stack.module for stacks in found if not isinstance(stacks, Finding) for stack in stacks]
@@ -446,7 +446,7 @@ def _equal(before: list[Tensor], after: list[Tensor]) -> Finding:
 
 
 def _last_token(output: Tensor, length: int) -> Tensor:
-    """What belongs to the last of `length` tokens, whichever axis is time; some models add tokens in front."""
+    """What belongs to the last of `length` tokens, on any time axis; some models add tokens in front."""
     shape = list(output.shape)
     axis = shape.index(length) if length in shape else shape.index(max(shape[1:-1]))
     return output.select(axis, -1).flatten()

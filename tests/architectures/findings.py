@@ -1,4 +1,4 @@
-"""What a check found, and the bounds it is held against."""
+"""The result of a check, and the bounds that it is compared with."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def failure(error: Exception) -> Finding:
 
 
 def refused_or_failed(error: Exception) -> Finding:
-    """A refusal, if the error says what the model does; that a model could not be run says nothing about it."""
+    """A refusal, if the error describes the model; an error that only says that it could not be run does not count."""
     if isinstance(error, UnsupportedError | SequenceLengthError) and not isinstance(error, NotRunnableError):
         return Finding("refused", note=str(error))
     return failure(error)
 
 
 def attempt(compute: Callable[[], Measured], *, refusable: bool = False) -> Measured | Finding:
-    """What a check measures, or the finding that it could not.
+    """The measurement of a check, or a finding that it failed.
 
     Args:
         compute: patches or calls a model.

@@ -1,4 +1,4 @@
-"""What the rules for inputs know about a model: its configs by modality, its signature, and what was given so far."""
+"""The facts that the rules for inputs read about a model: configs by modality, signature, and earlier arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH = 2
 
 
 class NotYet(Exception):
-    """A rule reads an argument that another rule has still to give."""
+    """A rule reads an argument that another rule has not given yet."""
 
 
 class Context:

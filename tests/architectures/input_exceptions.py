@@ -1,4 +1,4 @@
-"""What the rules by argument name cannot know, by model type."""
+"""Exceptions from the rules by argument name, by model type."""
 
 from __future__ import annotations
 

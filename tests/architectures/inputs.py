@@ -49,7 +49,7 @@ def _follow_all(context: Context, rules: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def _followed(context: Context, name: str, rule: Rule) -> bool:
-    """Whether a rule could be followed; one that reads an argument that is not there yet has to wait."""
+    """Whether a rule could be followed; a rule that reads a missing argument has to wait."""
     try:
         value = rule(context)
     except NotYet:

@@ -1,11 +1,11 @@
-"""What the rules of `shrinking_parts` cannot know, by model type; also for the configs inside other configs."""
+"""Exceptions from the rules of `shrinking_parts`, by model type; also for configs inside other configs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
-#: A backbone that needs no package beside transformers.
+#: A backbone that needs no package besides transformers.
 _RESNET: dict[str, Any] = {
     "backbone_config": {
         "model_type": "resnet",

@@ -1,4 +1,4 @@
-"""Which architectures are looked at: every model of the auto mappings, and what their default configs hide."""
+"""The architectures under test: every model of the auto mappings, and options that default configs hide."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ SHRUNK: dict[str, Any] = {name: number for number, names in _NAMES.items() for n
 #: Entries of a config that hold one value per layer; cut to the layers of the tiny model.
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
 
-#: What the rules above cannot know.
+#: Exceptions from the rules above.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},

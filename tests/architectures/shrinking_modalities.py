@@ -68,5 +68,5 @@ _SPECIAL = re.compile(r"(token_id|token_index|_token|_token_idx|_patch_index|_id
 
 
 def is_special_token(name: str, value: Any) -> bool:
-    """Whether an attribute of a config is the id of a token with a meaning of its own."""
+    """Whether an attribute of a config is the id of a special token."""
     return isinstance(value, int) and not isinstance(value, bool) and bool(_SPECIAL.search(name)) and value > 2

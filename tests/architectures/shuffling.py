@@ -41,7 +41,7 @@ class Shuffled:
             return None
         model_type = caller.pair.model_type
         if model_type not in MAPPINGS["MODEL"] or type(caller.model).__name__ != class_name(model_type, "MODEL"):
-            return None  # Heads may put a place to a token by themselves, as queries of a decoder.
+            return None  # Heads may assign places to tokens, such as the queries of a decoder.
         hidden = getattr(call(caller.model, caller.inputs), "last_hidden_state", None)
         height, width = projection.kernel_size
         rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width

@@ -18,7 +18,7 @@ from .findings import SAME_BOUND, Record
 from .heads import refusals
 from .population import default_pairs, known_model_types, pair_named, pairs_of
 
-#: One architecture for each way of taking in position, of attending and of laying out tensors. Most of those in
+#: One architecture for each way of using positions, of attention, and of tensor layout. Most of those in
 #: `tests/matrix` are not here.
 CROSS_SECTION = [
     "causal-llama",

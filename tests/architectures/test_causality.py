@@ -1,4 +1,4 @@
-"""Which layers discovery takes for causal, against what their queries see."""
+"""The layers that discovery classifies as causal, compared with what their queries see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.architectures.population import known_model_types, pair_named, pairs_
 from tests.architectures.tiny import tiny_model
 from tests.models import tiny
 
-#: Those whose modules, configs and names do not agree, beside plain ones.
+#: Those whose modules, configs and names do not agree, next to plain ones.
 CROSS_SECTION = [
     "seq2seq-umt5",
     "seq2seq-nllb-moe",
@@ -35,7 +35,7 @@ LENGTH = 8
 
 
 def seen_by_the_first_token(model: Any, stack: Any) -> bool | None:
-    """Whether the first token of a stack's first attention layer sees the last one; `None` where it cannot be told."""
+    """Whether the first token of a stack's first attention layer sees the last one; `None` if this is unknown."""
     outputs: list[Tensor] = []
 
     def note(module: Any, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""The factor of `query . key` that biases are told is the one that the module uses, wherever it applies it."""
+"""Biases receive the factor of `query . key` that the module uses, wherever it applies this factor."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def doubled(pair: Pair, part: str) -> Tensor:
 )
 @torch.no_grad()
 def test_a_bias_is_told_what_was_multiplied(name: str, powers: tuple[float, ...]) -> None:
-    """So a bias of the logits themselves doubles them."""
+    """So a bias that returns the logits doubles them."""
     caller, pair = Caller(pair_named(name)), pair_named(name)
     Factors.found.clear()
     patch_model(caller.model, FactorsConfig())

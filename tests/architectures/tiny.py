@@ -58,7 +58,7 @@ def tiny_model(pair: Pair, **options: Any) -> PreTrainedModel:
     return model
 
 
-#: Kinds of layers that mix tokens by something else than softmax attention, alone or beside it.
+#: Kinds of layers that mix tokens by something other than softmax attention, alone or next to it.
 _NOT_ATTENTION = frozenset(("linear_attention", "conv", "recurrent", "mamba", "mlp", "moe", "mlp_only"))
 
 #: Architectures in which even one layer mixes neighbours, or attends twice, so that order is visible without positions.
@@ -69,7 +69,7 @@ MIXING = frozenset(
     ]
 )
 
-#: Architectures whose attention has no positions to begin with; their recurrent layers know the order.
+#: Architectures whose attention has no positions natively; their recurrent layers know the order.
 WITHOUT_POSITIONS = frozenset(("jamba", "kimi_linear", "nemotron_h", "zamba"))
 
 _WINDOWS = tuple(

@@ -1,4 +1,4 @@
-"""What a patch could leave behind."""
+"""Traces that a patch could leave."""
 
 from __future__ import annotations
 

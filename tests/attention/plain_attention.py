@@ -1,4 +1,4 @@
-"""Attention written out plainly, with the whole matrix of scores: what every fast form must equal."""
+"""Attention in plain operations, with the whole matrix of scores: the reference of every fast form."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def masks(batch: int, query_length: int, key_length: int) -> dict[str, Tensor | 
 
 
 def gradients(output: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Those of a sum in which every number of an output has a weight of its own, the same in every call."""
+    """Those of a sum in which every number of an output has a separate weight, the same in every call."""
     weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     return torch.autograd.grad((output.double() * weights).sum(), given, retain_graph=True)
 

@@ -68,7 +68,7 @@ def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short inputs as long ones: a matrix of so few pairs would take the place of the kernels."""
+    """Treats short inputs like long ones, because a matrix would replace the kernels for so few pairs."""
     blocks = {"distance_rows": 5, "backward_rows": 4, "bias_numbers": 2 * 4 * 3 * LENGTH}
     set_sizes(monkeypatch, short_pairs=0, shared_numbers=0, **blocks)
 
@@ -303,7 +303,7 @@ def test_transforms_of_torch_func(scheme: str) -> None:
 
 
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:
-    """Who registers a function of their own under "sdpa" is asked, and gets the bias in the way of transformers."""
+    """A function that a user registers under "sdpa" is called, with the bias as transformers passes it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -49,7 +49,7 @@ def graphs(architecture: str, scheme: str | None) -> int:
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     arguments = {} if architecture == "bert" else {"use_cache": False}
     with torch.no_grad():
-        # The model itself runs last: it would prepare something that the graphs may be in want of.
+        # The model itself runs last, because it could prepare something that the graphs need.
         found = [compiled(tokens(length=length), **arguments).logits for length in LENGTHS]
         wanted = [model(tokens(length=length), **arguments).logits for length in LENGTHS]
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

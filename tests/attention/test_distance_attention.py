@@ -129,7 +129,7 @@ def test_the_operator_is_one_that_torch_can_trace() -> None:
 
 
 def test_a_mask_may_have_one_entry_for_all_keys_or_is_refused() -> None:
-    """Which the crop of a block must not take for the first key alone."""
+    """Cropping a block must not treat this entry as the first key alone."""
     given = tensors(2, 2, 17, 17)
     compare(given, torch.ones(1, 1, 1, 1, dtype=torch.bool))
     compare(given, torch.ones(2, 1, 17, 1, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""Logits of far pairs computed from other heads by two calls of a kernel, beside the bias that says the same."""
+"""Logits of far pairs computed from other heads by two calls of a kernel, compared with the equal bias."""
 
 from __future__ import annotations
 

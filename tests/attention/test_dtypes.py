@@ -1,7 +1,7 @@
-"""A bias of every form beside queries of every dtype, with every kind of mask, through transformers' own backends.
+"""A bias of every form with queries of every dtype and every kind of mask, in the backends of transformers.
 
 Schemes compute biases in float32, masks come in whatever dtype their caller had, and a kernel that accepts a mask of
-another dtype than its queries does not always read it as what it is.
+another dtype than its queries does not always read it correctly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def form_of(kind: str, vector: Tensor, query_length: int) -> tuple[BiasForm, Ten
 
 
 def mask_of(kind: str, query_length: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A mask as a caller gives it, and the boolean one that says the same."""
+    """A mask as a caller gives it, and the equivalent boolean one."""
     if kind == "none":
         return None, None
     queries = torch.arange(query_length).unsqueeze(-1) + (KEYS - query_length)
@@ -89,7 +89,7 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_autocast_leaves_float64_alone_and_keys_of_another_dtype_are_refused(kind: str) -> None:
-    """By torch, as without a bias: a cache of another dtype than the model is a mistake."""
+    """Torch refuses them, as without a bias: a cache of another dtype than the model is a mistake."""
     query, key, value, vector = (tensor.detach() for tensor in given(20, torch.float64))
     form, _ = form_of(kind, vector, 20)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -159,7 +159,7 @@ def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: b
     heads = inputs()
     windows = windows_of(heads, vector, terms, None, SCALING, causal)
     assert skipped(windows) > LENGTH
-    # What the vector may add to a far key is room that the terms have to make up for.
+    # The terms have to compensate for what the vector may add to a far key.
     alone = windows_of(heads, None, terms, None, SCALING, causal)
     assert (skipped(alone) > skipped(windows)) == (name == "bump")
     given, wanted = leaves(*heads, vector, terms)

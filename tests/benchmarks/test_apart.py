@@ -1,4 +1,4 @@
-"""Calls that are timed in a process of their own."""
+"""Calls that are timed in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def failing_at(call: int) -> Callable[[], tuple[Callable[[], None], Callable[[],
 
 @pytest.mark.parametrize("call", [0, 1, 2])
 def test_a_failure_is_an_answer(call: int) -> None:
-    """Kept for the next request, it would make both processes wait for each other."""
+    """If it was kept for the next request, both processes would wait for each other."""
     apart = Apart(failing_at(call))
     try:
         for number in range(1, 4):

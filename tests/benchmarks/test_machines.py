@@ -1,4 +1,4 @@
-"""What tables say of processors and GPUs, with stand-ins for those that are not here."""
+"""The text of tables about processors and GPUs, with stand-ins for missing ones."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_what_was_too_slow_at_one_length_is_not_tried_at_the_next(tmp_path):
     pace = Pace(3, 1.0, subject_seconds=1e-9, measurement_seconds=0.004)
     content = price.measure(tiny_options(tmp_path, **FEW, pace=pace), "x")
     first, second = content["cells"]["model forward 16"], content["cells"]["model forward 32"]
-    # A baseline is timed whatever it takes, at the first length.
+    # A baseline is always timed at the first length, however slow it is.
     assert [row["subject"] for row in first["rows"]] == ["bare"]
     assert first["left_out"]["rope"].startswith("from 16 tokens on: too slow")
     assert second["rows"] == []

@@ -42,7 +42,7 @@ def test_one_layer_of_a_bare_llama_sees_which_tokens_came_before_and_not_in_whic
     shuffled = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)
     last = {}
     for name, subject in subjects.items():
-        # Two layers can tell the order by what the causal mask hides, with no positions at all.
+        # Two layers can infer the order from what the causal mask hides, without any positions.
         subject.model.config.num_hidden_layers = 1
         last[name] = [logits(subject, order)[:, -1] for order in (tokens, shuffled)]
     torch.testing.assert_close(*last["bare"], **_ROUNDING)

@@ -57,7 +57,7 @@ def test_subjects_that_fail_are_left_out_with_the_reason():
     )
     assert [row["subject"] for row in timings["rows"]] == ["bare"]
     assert timings["left_out"]["broken"] == "failed with ZeroDivisionError: by zero"
-    assert timings["left_out"]["large"].startswith("does not fit into the memory that is free: ")
+    assert timings["left_out"]["large"].startswith("does not fit into free memory: ")
     assert timings["left_out"]["refused"] == "refused: no cache"
     assert timings["left_out"]["slow"].startswith("too slow: 3 rounds would take about")
     assert "'broken', could not be run" in timings["left_out"]["own"]

@@ -19,7 +19,7 @@ TINY = Setting(Sizes(hidden_size=32, num_layers=2, num_heads=4, intermediate_siz
 
 @dataclass
 class Sleeper:
-    """Takes as long as it is told to."""
+    """Takes a given time."""
 
     name: str
     seconds: float

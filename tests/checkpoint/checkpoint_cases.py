@@ -1,4 +1,4 @@
-"""Save, change, load, compare: tiny random models, the folders they are saved in, and how they are compared."""
+"""Save, change, load, compare: tiny random models, their folders, and their comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run in a process of its own without hf_posenc: loads checkpoints below a folder and prints what came of it as JSON.
+"""Run in a separate process without hf_posenc: loads checkpoints below a folder and prints what came of it as JSON.
 
 `python fresh_process.py without FOLDER` loads patched checkpoints, `stock` those of exports.
 """

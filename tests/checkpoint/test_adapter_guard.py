@@ -1,4 +1,4 @@
-"""Adapters whose config, weights and scheme are taken apart, or come from different saves, are refused."""
+"""Adapters whose config, weights and scheme are separated, or come from different saves, are refused."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_hotswap_imported_before_the_package(stock: Path, tmp_path: Path) -> N
 def test_an_edited_config_is_named_or_read_as_it_was(folder: Path, stock: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path, wanted = tmp_path / "adapter_config.json", PeftModel.from_pretrained(base(stock), folder)
-    for peft_type in ("LORA", None, ABSENT):  # Anyone may try what the sentence there hides.
+    for peft_type in ("LORA", None, ABSENT):  # The sentence hides this value, but a caller may still pass it.
         edit_json(path, peft_type=peft_type)
         assert_same(PeftModel.from_pretrained(base(stock), tmp_path), wanted)
     text = path.read_text()

@@ -250,7 +250,7 @@ def cycle(model: Any) -> None:
 def test_every_method_comes_back_on_its_base_and_fits_no_other(
     name: str, plain: Path, stock: Path, other: Path, tmp_path: Path
 ) -> None:
-    """Decided by what PEFT has not touched, whatever an adapter has done to its model: new, cycled, and merged."""
+    """Only weights that PEFT has not changed are compared, with new, cycled and merged adapters."""
     method = METHODS[name]
     model = adapted(base(stock, "t5"), method.config())
     expected = outputs(model)

@@ -1,4 +1,4 @@
-"""The entry of a config: unchanged to everyone who looks it up in memory, unreadable to stock transformers on disk."""
+"""The entry of a config: unchanged for code that reads it in memory, unreadable for stock transformers on disk."""
 
 from __future__ import annotations
 

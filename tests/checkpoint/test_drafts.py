@@ -1,4 +1,4 @@
-"""What lies in a folder as the rest of an earlier save never harms another file, a newer model, or a load."""
+"""Remains of an earlier save in a folder never damage another file, a newer model, or a load."""
 
 from __future__ import annotations
 

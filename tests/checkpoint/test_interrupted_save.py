@@ -58,7 +58,7 @@ def killed_at(operation: int, folder: Path, save: Callable[[], Any]) -> bool:
 
 
 def content_of(folder: Path) -> frozenset[tuple[str, str]]:
-    """Paths and digests of the files below a folder, whatever the drafts are called."""
+    """Paths and digests of the files below a folder, regardless of the names of drafts."""
     return frozenset(
         (
             re.sub(r"\.(hf_posenc|adapter)-[^/]*|-[0-9a-f]{8}$", "draft", str(path.relative_to(folder))),

@@ -1,4 +1,4 @@
-"""The routes into `from_pretrained`, and what a checkpoint that does not fit gets."""
+"""The routes into `from_pretrained`, and the errors for checkpoints that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card of one's own patched model."""
+"""The model card of a user's patched model."""
 
 from __future__ import annotations
 

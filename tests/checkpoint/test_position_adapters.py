@@ -1,4 +1,4 @@
-"""A scheme and its trained parameters in kilobytes, on the base they were trained on and on no other."""
+"""A scheme and its trained parameters in kilobytes, only for the base that they were trained on."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class TestTrainedBase:
             save_position_adapter(model, tmp_path / "scheme")
         with pytest.raises(CheckpointError, match="different weights"):
             load_position_adapter(base(stock), tmp_path / "scheme")
-        # The warning leaves the choice: these weights may be a base that is saved elsewhere.
+        # This is only a warning, because these weights may be a base that is saved elsewhere.
         unpatch_model(model).save_pretrained(tmp_path / "new base")
         load_position_adapter(base(tmp_path / "new base"), tmp_path / "scheme")
 

@@ -1,4 +1,4 @@
-"""`Trainer` goes on from checkpoints of the model it has."""
+"""`Trainer` continues from checkpoints of the same model."""
 
 from __future__ import annotations
 

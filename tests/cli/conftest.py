@@ -1,4 +1,4 @@
-"""Tiny models with a tokenizer in a folder, and a scheme that somebody else registered."""
+"""Tiny models with a tokenizer in a folder, and a scheme registered by other code."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -70,7 +70,7 @@ def third_party(monkeypatch):
 
     @dataclass(frozen=True)
     class ThirdParty(SchemeConfig):
-        """Positions of one's own."""
+        """A custom scheme."""
 
         name: ClassVar[str] = "third_party"
         strength: float
@@ -80,7 +80,7 @@ def third_party(monkeypatch):
 
 @pytest.fixture
 def typed_options(monkeypatch):
-    """A registered scheme of somebody's own with options of every plain type, none of which it checks."""
+    """A registered custom scheme with options of every plain type, none of which it checks."""
 
     @dataclass(frozen=True)
     class TypedOptions(SchemeConfig):

@@ -1,4 +1,4 @@
-"""`hf-posenc eval` and `hf-posenc report`: what is printed and drawn, and what is refused."""
+"""`hf-posenc eval` and `hf-posenc report`: the output, the figures, and the refusals."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TestInspect:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "adapters").mkdir()
         (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
-        assert "holds PEFT adapters and no model. Merge them" in refused(capsys, *verb, "adapters")
+        assert "contains PEFT adapters and no model. Merge them" in refused(capsys, *verb, "adapters")
 
 
 class TestPatch:

@@ -1,4 +1,4 @@
-"""`hf-posenc run`: programs of others with the plugin imported."""
+"""`hf-posenc run`: third-party programs with the plugin imported."""
 
 import json
 import os

@@ -120,7 +120,7 @@ class TestImport:
         (tmp_path / "inner").mkdir()
         (tmp_path / "inner" / "nearer_schemes.py").write_text(THIRD_PARTY.replace("far", "near").replace("Far", "Near"))
         monkeypatch.chdir(tmp_path / "inner")
-        # What a program does that was started with the first module and names another one.
+        # As in a program that was started with the first module and names another one.
         monkeypatch.setattr(extensions, "_imported", None)
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
         sys.modules.pop(module, None)

@@ -1,4 +1,4 @@
-"""Runs tests on the strict device, in processes of their own: the models on one device, or spread over two.
+"""Runs tests on the strict device, in separate processes: the models on one device, or spread over two.
 
 `pytest -m slow tests/devices` runs all schemes, architectures and placements.
 """
@@ -21,7 +21,7 @@ NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
 
 
 def on_strict_device(tests: str, placement: str, *options: str) -> CompletedProcess[str]:
-    """Runs pytest in a process of its own."""
+    """Runs pytest in a separate process."""
     words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
     return run_python("-m", "pytest", *words, environment={"OMP_NUM_THREADS": "1"})
 

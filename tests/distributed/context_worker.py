@@ -98,7 +98,7 @@ def split(*buffers: Tensor, balanced: bool = True) -> Any:
 
 
 def trained(scheme: str, way: str) -> dict[str, float]:
-    """Loss and gradients of two processes beside those of one."""
+    """Loss and gradients of two processes, and those of one."""
     causal = way != "encoder"
     length = 640 if way == "long" else LENGTH
     model = patched("llama_gqa" if causal else "bert", OPTIONS.get(scheme, scheme), attn_implementation="sdpa").train()

@@ -113,7 +113,7 @@ def shared(model: Any, way: str) -> Any:
 
 
 def trained(scheme: Any, way: str) -> dict[str, Any]:
-    """One step of two processes beside one step of one."""
+    """One step of two processes, and one step of one process."""
     whole = patched("llama_gqa", scheme).train()
     model = shared(copy.deepcopy(whole), way)
     ids = tokens(4, LENGTH)

@@ -133,7 +133,7 @@ def fits(whole: Any, scheme: Any) -> bool:
 
 
 def placed_beside(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
-    """A scheme put into a model that is split already, beside one that is not."""
+    """A scheme placed in a model that is already split, and in one that is not."""
     # Every process draws other parameters; the first one's count.
     torch.manual_seed(7 + dist.get_rank())
     words = refusal(lambda: patch_model(split, scheme))

@@ -1,4 +1,4 @@
-"""What a how-to page tells its reader to save and to type."""
+"""What a how-to page asks its reader to save and to type."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_yarn_model_is_exported_and_loads_without_the_plugin(capsys: pytest.Ca
     for words in commands("extend_smollm2", "hf-posenc export"):
         assert shell.main(["export", *words]) == 0
     save_files("extend_smollm2")
-    # The check of the page that the plugin is absent holds in a process of its own only.
+    # The check of the page that the plugin is absent holds in a separate process only.
     Path("check.py").write_text(Path("check.py").read_text().replace('    assert "hf_posenc" not in sys.modules\n', ""))
     run_file("check.py")
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Every public name, option and setting stands in the reference."""
+"""Every public name, option and setting is in the reference."""
 
 from __future__ import annotations
 

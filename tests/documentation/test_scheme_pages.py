@@ -1,4 +1,4 @@
-"""Every scheme has a page, made when the site is built, and what it says is so."""
+"""Every scheme has a page, made when the site is built, and its statements are true."""
 
 from __future__ import annotations
 

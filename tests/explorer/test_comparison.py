@@ -1,4 +1,4 @@
-"""Two schemes beside each other, links, and what is said where nothing can be drawn: in Chromium, a page for many."""
+"""Two schemes side by side, links, and the text where nothing can be drawn: in Chromium, one page for many tests."""
 
 from __future__ import annotations
 

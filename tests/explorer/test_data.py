@@ -1,4 +1,4 @@
-"""The JSON of the explorer is what the library says now, and small."""
+"""The JSON of the explorer agrees with the library, and is small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`export_model` with every kind of bad input: it refuses with the reason, and nothing half-written looks whole."""
+"""`export_model` with every kind of bad input: it refuses with the reason, and no partial output looks complete."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ IN_USE: list[tuple[str, str, dict[str, Any], str]] = [
     ("out/adapter_config.json", "out", {"overwrite": True}, "would add these adapters"),
     ("out/pytorch_model.bin", "out", {"overwrite": True, "variant": "fp16"}, "unless the variant is named"),
     ("out/model.safetensors", "out", {"overwrite": True, "variant": "fp16"}, "unless the variant is named"),
-    ("notes.txt", "", {"overwrite": True}, r"current one is '\.'"),
+    ("notes.txt", "", {"overwrite": True}, r"or '\.' for the current one"),
 ]
 
 

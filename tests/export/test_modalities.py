@@ -116,7 +116,7 @@ def test_a_program_for_text_would_lose_the_images(target: str, tmp_path: Path) -
     for model in (LLAVA.model(), patch_model(LLAVA.model(), "alibi")):
         with pytest.raises(UnsupportedError, match=r"would lose the part 'vision'.*get_text_config"):
             export_model(model, tmp_path / "program", to=target)
-    with pytest.raises(UnsupportedError, match="reads none"):
+    with pytest.raises(UnsupportedError, match="reads no token ids"):
         export_model(patch_model(vit(), "none"), tmp_path / "program", to=target)
     assert not (tmp_path / "program").exists()
 

@@ -201,7 +201,7 @@ def test_a_process_without_the_package_gets_equal_numbers(case: str, differences
 
 REFUSED = {
     "fire": ("LlamaForCausalLM", "fire", "has no FireBias"),
-    "ssmax": ("LlamaForCausalLM", "ssmax", "has no factor of the logits"),
+    "ssmax": ("LlamaForCausalLM", "ssmax", "cannot multiply logits by a factor"),
     "schedule": ("LlamaForCausalLM", InterleavedConfig(every=2), "different frequencies"),
     "half of a head": ("LlamaForCausalLM", RopeConfig(rotary_dim=4), "rotates 8 dimensions of a head"),
     "stablelm": ("StableLmForCausalLM", "alibi", "do not pass the positions of tokens to their attention"),

@@ -1,4 +1,4 @@
-"""Plain stock checkpoints: right in a process that never heard of hf_posenc, or refused with the difference."""
+"""Plain stock checkpoints: correct in a process without hf_posenc, or refused with the difference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`main()` with `FOLDER KIND ...` in `sys.argv` reads damaged files under limits, and says what happened.
 
-A process of its own, so that the limits bind nothing else, and that a crash of it is a result.
+A separate process, so that the limits apply to nothing else, and a crash is a result.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _seconds() -> float:
 
 
 def _reset_peak() -> int:
-    """Lets the peak of the resident size start anew, where the system can; returns that size."""
+    """Resets the peak of the resident size, where the system can; returns that size."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a kind of files is: how one is written, damaged, and read. Another kind is another row of `child.KINDS`."""
+"""Kinds of files: how they are written, damaged, and read. Every kind is a row of `child.KINDS`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Input:
     """A file as it is after the damage.
 
     Args:
-        place: what stands where the file was: bytes, or what puts something else there.
+        place: the replacement of the file: bytes, or a function that puts something else there.
         neutral: whether it still means the same.
         words: of which an error has to name one, beside the file.
     """
@@ -55,17 +55,17 @@ class FileKind:
         raise NotImplementedError
 
     def ours(self, path: Path) -> bool:
-        """Whether anything in the damaged file still says whose it is; else it is what other code makes of it."""
+        """Whether the damaged file still names this package. Otherwise, other code decides what it means."""
         return True
 
     def read(self, path: Path, number: int) -> str:
-        """Reads the file: "same" where it is what was written, else what it is. Raises where it is refused."""
+        """Reads the file: "same" if the content is unchanged, otherwise what was read. Raises if it is refused."""
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def damaged(path: Path, given: Input) -> Iterator[None]:
-    """The file, damaged; whole again afterwards."""
+    """Damages the file inside a `with` block, and restores it afterwards."""
     aside = path.with_name(path.name + ".sound")
     path.rename(aside)
     try:
@@ -88,7 +88,7 @@ def json_bytes(document: Any) -> bytes:
 
 
 def special_files(text: bytes) -> list[Input]:
-    """What may stand in place of any JSON file."""
+    """Content that may replace any JSON file."""
 
     def loop(path: Path) -> None:
         path.symlink_to(path.name)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-#: Stands for "not there" where a value is expected.
+#: Means "absent" where a value is expected.
 ABSENT = object()
 
-#: What no option of any kind takes without a word, and what only some take.
+#: Values that no option accepts silently, and values that only some accept.
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 100, 2**20, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, -(2**70),
     0.5, 1.5, -0.0, 1e-300, 1e-30, 1e30, 3e38, 1e300, float("nan"), float("inf"), float("-inf"),
@@ -29,7 +29,7 @@ class Change:
     Args:
         where: the keys and indices from the root.
         what: in words, for a failing test.
-        value: what stands there now; `ABSENT` where it was removed.
+        value: the new value; `ABSENT` if it was removed.
         neutral: whether the document still means the same.
     """
 
@@ -65,7 +65,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def at(document: Any, where: tuple[Any, ...]) -> Any:
-    """What stands at a path."""
+    """The content at a path."""
     for key in where:
         document = document[key]
     return document
@@ -104,7 +104,7 @@ def change_of_json(document: Any, roots: list[tuple[Any, ...]], rng: Random) -> 
 
 
 def damaged_bytes(data: bytes, rng: Random, end: int | None = None) -> tuple[str, bytes]:
-    """Random damage to the first `end` bytes of a file, in words and done."""
+    """Random damage to the first `end` bytes of a file: its description, and the damaged bytes."""
     end = len(data) if end is None else end
     kind = rng.choice(("flip", "flip", "byte", "cut", "remove", "insert", "repeat", "zero"))
     start = rng.randrange(end)

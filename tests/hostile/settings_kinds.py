@@ -1,4 +1,4 @@
-"""Files of settings and of data that the library reads beside checkpoints."""
+"""Files of settings and of data that the library reads besides checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STUDY = {
     "max_steps": 10,
     "learning_rate": 0.001,
 }
-#: What an error names where a setting was read, but makes no sense.
+#: Words in errors about settings that were read but make no sense.
 FIELDS = (*STUDY, "scheme", "type")
 PAIRS = {
     "name": "agreement",

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each is read as what was written or refused by name, soon and in little memory.
+"""Damaged and hostile files: each is read as it was written, or refused with its name, quickly and in little memory.
 
 `HF_POSENC_FUZZ=20` draws twenty times as many inputs.
 """
@@ -26,7 +26,7 @@ SECONDS, MEGABYTES = 5.0, 300.0
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What became of every input, by kind."""
+    """The outcome of every input, by kind."""
     folder = tmp_path_factory.mktemp("hostile")
     text = printed(run_fresh("from tests.hostile.child import main; main()", folder, *KINDS, timeout=1200.0 * MULTIPLE))
     lines = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
@@ -71,7 +71,7 @@ def test_every_damaged_file_is_read_as_written_or_refused_by_name(results: dict[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_damage_is_neither_harmless_nor_always_fatal(results: dict[str, Any], kind: str) -> None:
-    """An oracle that only ever sees one outcome would not notice another."""
+    """If there were only one outcome, the test could not detect an error."""
     outcomes = Counter("read" if "read" in result else "refused" for result in results[kind])
     assert outcomes["refused"] >= 10
     assert outcomes["read"] >= 1

@@ -121,7 +121,7 @@ def _static_object(scheme: Any) -> None:
 
 
 def _crop(scheme: Any) -> None:
-    """A conversation that goes back to an earlier turn."""
+    """A conversation that returns to an earlier turn."""
     model, prompt, cache = llama(scheme), tokens(1, 12), DynamicCache()
     other = torch.cat((prompt[:, :7], tokens(1, 4, seed=5)), dim=1)
     with torch.no_grad():

@@ -33,7 +33,7 @@ EQUAL = "equal"
 
 @dataclass(frozen=True)
 class Tool:
-    """One row.
+    """One row of the table.
 
     Args:
         group: heading that the row stands under.

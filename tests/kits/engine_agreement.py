@@ -3,8 +3,8 @@
     python -m tests.kits.engine_agreement FOLDER [FOLDER ...]
 
 vLLM generates greedily after a few prompts and returns the log-probability of each token of the prompts and of its own
-text. Transformers then computes the same log-probabilities, and its own greedy text. Each engine runs in a process of
-its own, in float32.
+text. Transformers then computes the same log-probabilities, and its own greedy text. Each engine runs in a separate
+process, in float32.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     for folder in given.folders:
         with tempfile.TemporaryDirectory() as temporary:
             answers = Path(temporary, "answers.json")
-            # A process of its own, because vLLM sets the threads and the memory of its process.
+            # A separate process, because vLLM sets the threads and the memory of its process.
             command = [sys.executable, "-m", __spec__.name, str(folder), "--tokens", str(given.tokens)]
             subprocess.run([*command, "--write", str(answers)], check=True, stdout=sys.stderr)
             difference, same = compare(folder, json.loads(answers.read_text()))

@@ -68,7 +68,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def copied(small, tmp_path):
-    """They in a folder of their own; the next runs have few cells, too."""
+    """A copy of them in a separate folder; the next runs have few cells, too."""
     shutil.copytree(small, tmp_path, dirs_exist_ok=True)
     with few_cells():
         yield tmp_path

@@ -1,4 +1,4 @@
-"""Running a model the way each behaviour needs it."""
+"""Runs a model as each behaviour requires."""
 
 from __future__ import annotations
 

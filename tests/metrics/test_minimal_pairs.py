@@ -161,7 +161,7 @@ class TestCausalScores:
     def test_scores_agree_with_a_loop_by_hand(self, tiny_llama, monkeypatch, most):
         monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.TOKENS_PER_BATCH", most)
         tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
-        # Texts of equal length share a batch, whatever their pairs share.
+        # Texts of equal length share a batch, also if they are of different pairs.
         texts = [("a cows sees", "a cows see"), ("a cat sees", "a cat see"), ("a dog is it", "a dog are it")]
         shared_characters = (len("a cows see"), len("a cat see"), len("a dog "))
         with torch.no_grad():

@@ -62,5 +62,5 @@ def test_what_would_touch_the_patch_is_refused_by_name_and_the_new_copy_takes_ov
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     refused = found.pop("refused")
     assert all("was patched by another copy of hf_posenc" in text for text in refused.values()), refused
-    # Its wrappers stand in the place of those of the old copy, and not around them.
+    # Its wrappers replace those of the old copy instead of wrapping them.
     assert found == {"not refused": [], "unchanged": True, "reloaded": True, "undone": True, "wrappers": 1}

@@ -1,4 +1,4 @@
-"""What others do with a cache of a patched model: they walk its attributes, copy it, pickle it, and export it."""
+"""How other code uses a cache of a patched model: walking its attributes, copying, pickling, exporting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that others change, fill or take along: a call behind them is right, or refused, whatever was done.
+"""Caches that other code changes, fills or copies: the next call is correct or refused.
 
 Right is what the same rows give without a cache.
 """
@@ -63,7 +63,7 @@ def by_layer(name: str, *arguments: Any) -> Callable[[Any], None]:
 
 
 ORDER = torch.tensor([2, 0, 1])
-#: What is done, the rows that are left, and the number of tokens that are left of each.
+#: The change, the remaining rows, and the remaining number of tokens of each.
 FOLLOWED: dict[str, tuple[Callable[[Any], Any], list[int], int]] = {
     "reorder_cache": (lambda cache: cache.reorder_cache(ORDER), [2, 0, 1], CACHED),
     "a row twice": (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0], CACHED),

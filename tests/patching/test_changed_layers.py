@@ -1,4 +1,4 @@
-"""What others may do to forwards and layers of a patched model: the scheme is computed and removed as ever."""
+"""Allowed changes to forwards and layers of a patched model: the scheme is computed and removed as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards, layers and stacks that others replace, move, drop or copy after a patch.
+"""Forwards, layers and stacks that other code replaces, moves, drops or copies after a patch.
 
 The scheme is still computed, or the next call and the next save name what differs.
 """
@@ -58,7 +58,7 @@ class Called(LlamaAttention):
 
 
 class Own(nn.Module):
-    """An attention, or a layer, of a user's own."""
+    """A custom attention or layer."""
 
     def __init__(self, width: int, *, is_layer: bool) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def exchange_the_base(model: Any, scheme: str | None = None) -> None:
 
 
 class Change(NamedTuple):
-    """What others do to a patched Llama.
+    """A change of a patched Llama by other code.
 
     Args:
         apply: does it.

@@ -1,4 +1,4 @@
-"""Layers that reuse the checks of the first layer of their kind compute the same as without them."""
+"""Layers that reuse the checks of the first layer of their kind compute the same as without this reuse."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_layers_under_autocast_differ_from_those_outside(scheme: str, assert_equ
 
 @pytest.mark.parametrize("scheme", ["grape", "grape_m", "transformer_xl", "disentangled", "pope"])
 def test_layers_compute_what_follows_from_their_weights_together(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are those of layers that compute it on their own."""
+    """Results equal those of layers that compute it separately."""
 
     found, joined = results(built(scheme, CHANGES[0])), []
     monkeypatch.setattr(AlikeParts, "of", lambda self, part: joined.append(part) or [part])
@@ -430,7 +430,7 @@ def test_a_layer_may_have_another_option(scheme: str, option: str, value: Any, m
 
 
 def test_a_layer_may_have_another_number_of_weights() -> None:
-    """As after units that do little were removed from it. These are repeated, at half their weight."""
+    """As after pruning of units. Here, units are repeated at half their weight."""
     model, ids = drawn(patched("llama_gqa", "log_cpb", num_hidden_layers=LAYERS), std=0.3), tokens(2, 9)
     expected = model(ids).logits
     bias = model.position_encoding.stacks["model"].layers[2].logit_bias

@@ -1,4 +1,4 @@
-"""Schemes together: that the result means what was asked for, not only that it runs."""
+"""Combined schemes: the result is the requested one, and not only free of errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BiasAndRotation(OuterConfig):
 
 
 def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> None:
-    """Its children are walked, given the layout and the native scheme of the model, and shared between layers."""
+    """Its children are visited, get the layout and the native scheme of the model, and are shared by layers."""
     config = BiasAndRotation(get_scheme("t5")(), NativeConfig())
     found = patched("llama_gqa", config)
     wanted = patched("llama_gqa", ["t5", "native"])

@@ -56,7 +56,7 @@ def test_a_tokenizer_follows_a_scheme_that_is_made_for_longer_texts() -> None:
     for one in (holder, short, None, SimpleNamespace()):
         update_tokenizer_length(one, model)
     assert own.model_max_length == model.config.max_position_embeddings == 4 * NATIVE
-    # Somebody has set another length.
+    # Other code has set another length.
     assert short.model_max_length == NATIVE // 2
     with pytest.raises(TypeError, match="no model_max_length"):
         extend_context(model, object(), length=128)
@@ -125,7 +125,7 @@ def test_a_length_may_be_changed_again_and_outlives_a_look_at_the_stock_model_an
     assert model.config.max_position_embeddings == 200
     patch_model(model, LearnedConfig(num_positions=100))
     assert model.config.max_position_embeddings == 100
-    # Its rows are those of a new scheme: their number does not follow what the config said in between.
+    # It has the rows of a new scheme: their number does not follow the config in between.
     patch_model(model, "learned")
     assert model.position_encoding.config == LearnedConfig()
     assert model.config.max_position_embeddings == NATIVE
@@ -184,7 +184,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (RopeConfig(scaling=YarnScaling(4.0, NATIVE // 4)), NATIVE, {}),
         (RopeConfig(scaling=LinearScaling(2.0)), 2 * NATIVE, {}),
         ([RopeConfig(scaling=YarnScaling(4.0, NATIVE)), BinaryConfig(bits=7)], 128, {}),
-        # What a config states holds for the scaling in it, and not for another one.
+        # The length in a config applies to its own scaling, and not to another one.
         *(("native", NATIVE, rope) for rope in (LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0})),
         (RopeConfig(theta=10000.0, scaling=Llama3Scaling(16.0, original_max_positions=48)), 16 * 48, LLAMA3),
         (NativeConfig(YarnScaling(4.0, 32)), 4 * 32, {}),

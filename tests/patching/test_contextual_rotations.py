@@ -134,7 +134,7 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
 
 
 class OwnLayer(DynamicLayer):
-    """A layer of a cache of which nothing is known but what it returns."""
+    """A cache layer of which only the returned values are known."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Like that of its base class."""
@@ -193,7 +193,7 @@ def test_caches_hold_keys_that_are_rotated_by_sums(
 @pytest.mark.parametrize("scheme", SUMS[:3], ids=str)
 @torch.no_grad()
 def test_tokens_that_are_hidden_later_have_moved_the_others(scheme: Any) -> None:
-    """As they did when they were cached; a mask of pairs tells the same in one call."""
+    """As when they were cached; a mask of pairs has the same effect in one call."""
     model, ids, positions = patched(scheme), tokens(3, 24), torch.arange(24).expand(3, -1)
     mask, seen = SHOWN.clone(), torch.ones(3, 1, 24, 24, dtype=torch.bool).tril()
     mask[:, 11:14], seen[..., 18:, 11:14] = 0, False
@@ -250,7 +250,7 @@ def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", [["forget_gate", "repo", "alibi"], ["repo", "forget_gate"]])
 def test_a_rotation_joins_other_biases(scheme: list[Any]) -> None:
-    """Each summand reads its own features, wherever it stands."""
+    """Each summand reads its own features, in any order."""
     own = {"scheme": "repo", **SCHEMES["repo"]}
     model = patched([own if part == "repo" else part for part in scheme])
     given = {"max_new_tokens": 8, "do_sample": False}

@@ -102,7 +102,7 @@ def test_batches_equal_prompts_alone(scheme: str, backend: str) -> None:
     ("architecture", "scheme", "backend"),
     [
         ("llama_gqa", YARN, "sdpa"),
-        # Without a rotary function of its own a model maps keys on their way to the attention function.
+        # A model without a rotary function maps keys on their way to the attention function.
         ("gpt2", "xpos", "sdpa"),
         ("gpt2", "forget_gate", "eager"),
         ("opt", "alibi", "sdpa"),
@@ -130,7 +130,7 @@ def test_other_layers_and_windows(architecture: str, scheme: Any, backend: str) 
 
 @pytest.mark.parametrize("scheme", ["alibi", "forget_gate", "pope"])
 def test_layers_with_and_without_a_window_read_the_same_keys_of_a_prompt(scheme: str) -> None:
-    """The layer without a window comes first, and what it finds out about the requests is not what the other sees."""
+    """The layer without a window comes first, and its information about the requests does not apply to the other."""
     model = patched("gemma3_two_rotaries", scheme, layer_types=["full_attention", "sliding_attention"])
     model.set_attn_implementation("sdpa")
     assert_batches_equal_prompts_alone(model, prompts()[1:3], max_batch_tokens=32)
@@ -142,7 +142,7 @@ def test_pages_that_requests_share_evict_and_copy(scheme: str) -> None:
     # Prompts with a common beginning share pages.
     same = [start + tail for tail in ([5], [6, 7], [8, 9, 10], [5, 6, 7, 8], [])]
     assert_batches_equal_prompts_alone(model, same)
-    # Where there is no room for all, some lose their pages and start again.
+    # If the pages do not suffice for all requests, some lose their pages and start again.
     crowd = [tokens(1, 7, seed)[0].tolist() for seed in range(6)]
     assert_batches_equal_prompts_alone(model, crowd, num_blocks=6, safety_margin=0.0)
     copies = results_of(model, same[:2], SETTINGS | {"do_sample": True, "top_k": 1, "num_return_sequences": 2})

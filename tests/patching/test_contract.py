@@ -152,7 +152,7 @@ def test_a_base_that_was_given_is_meant() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["sinusoidal", "alibi"])
 def test_two_threads_can_run_one_model(scheme: str) -> None:
-    """Every call has positions of its own, which a layer without its call's state would not know."""
+    """Every call has separate positions, which a layer without its call's state would not know."""
     model = patched("llama_gqa", scheme)
     inputs = [tokens(1, 4 + size, seed=size) for size in range(8)]
     places = [(torch.arange(4 + size) * (1 + size)).unsqueeze(0) for size in range(8)]

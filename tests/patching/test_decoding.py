@@ -1,4 +1,4 @@
-"""Decoding behind every kind of cache equals one call, whatever the positions and the padding of the tokens."""
+"""Decoding with every kind of cache equals one call, for any positions and padding of the tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
-    """Inputs take the caches in turn; the longer run has all pairs."""
+    """Inputs use the caches in turn; the longer run has all pairs."""
     model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
     caches = itertools.islice(itertools.cycle(CACHES.values()), turn + SCHEMES.index(scheme) % 3, None)
     for (kind, given), cache in zip(inputs().items(), caches, strict=False):

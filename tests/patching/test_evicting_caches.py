@@ -46,7 +46,7 @@ def shown(visible: Tensor) -> Tensor:
 
 
 def in_window() -> Tensor:
-    """Which keys a `SinkCache` shows to each query."""
+    """The keys that a query sees with a `SinkCache`."""
     query, key = torch.arange(LENGTH).unsqueeze(1), torch.arange(LENGTH)
     return (key <= query) & ((query - key < WINDOW) | (key < SINKS))
 
@@ -183,7 +183,7 @@ class _Kept(DynamicLayer):
 
 
 class _OwnCache(Cache):
-    """A cache of somebody else.
+    """A cache of other code.
 
     Args:
         states: whether its layers state the positions of their keys, and drop tokens of their own.
@@ -206,7 +206,7 @@ def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
 
 
 def giving(mask: Tensor) -> Callable[..., Any]:
-    """A forward pre-hook that gives a layer a mask of its own."""
+    """A forward pre-hook that gives a layer a separate mask."""
     return lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask})
 
 

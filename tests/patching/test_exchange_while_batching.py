@@ -130,7 +130,7 @@ def test_no_scheme_is_exchanged_while_a_manager_runs(scheme: str | None) -> None
             with pytest.raises(UnsupportedError, match=r"Continuous batching is running .*manager\.stop"):
                 call(model)
             assert getattr(model, "position_encoding", None) is encoding
-        # Another model is nobody's business.
+        # Another model is not affected.
         patch_model(other, "t5")
         assert [result.generated_tokens for result in results(manager, prompts()[3:])] == expected
     patch_model(model, "t5")

@@ -119,7 +119,7 @@ def test_without_a_method_the_first_of_the_study_is_taken_that_the_model_accepts
 def test_a_model_in_which_only_layers_with_a_window_rotate_needs_no_method() -> None:
     model = tiny_model(pair_named("causal-cohere2"))
     length, native = 2 * model.config.max_position_embeddings, native_scheme(model)
-    with pytest.raises(ValueError, match="only layers with a window rotate"):
+    with pytest.raises(ValueError, match="only layers with a sliding window rotate"):
         extend_context(model, length=length, method="rerope")
     with pytest.warns(UserWarning, match="has only changed the length"):
         extend_context(model, length=length)
@@ -152,7 +152,7 @@ def test_methods_count_from_the_trained_length_after_another_was_stated() -> Non
         extend_context(patch_model(model, "native"), length=128)
         if window in (64, 16):
             for change in (lambda m: extend_context(m, length=256, method="yarn"), patch_with_yarn):
-                with pytest.raises(ValueError, match="only layers with a window rotate"):
+                with pytest.raises(ValueError, match="only layers with a sliding window rotate"):
                     change(model)
         else:
             extend_context(model, length=256, method="yarn")
@@ -206,7 +206,7 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
             lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
             {},
             UnsupportedError,
-            "LinearScaling.*does not say how long.*'rerope'",
+            "LinearScaling.*does not state the length.*'rerope'",
         ),
         (lambda: tiny("MistralForCausalLM", max_position_embeddings=64, sliding_window=16), {}, ValueError, "window"),
         (lambda: patch_model(llama(), "alibi"), {}, UnsupportedError, "is patched with 'alibi'"),

@@ -57,7 +57,7 @@ def without_positions(architecture: str) -> Any:
 
 
 def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, visible: Tensor) -> Tensor:
-    """What the bias of every pair, as a mask, makes of a model without positions."""
+    """The outputs of a model without positions, with the bias of every pair as a mask."""
     biases = [module for module in model.position_encoding.modules() if isinstance(module, DistanceBias)]
     assert len(biases) == 1
     pairs = [[[key - query for key in row.tolist()] for query in row.tolist()] for row in position_ids]
@@ -68,7 +68,7 @@ def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, 
 
 
 def same_document(positions: Tensor) -> Tensor:
-    """Transformers separates documents wherever positions do not go on by one."""
+    """Transformers separates documents wherever positions do not increase by one."""
     document = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
     return (document.unsqueeze(1) == document.unsqueeze(2)).unsqueeze(1)
 
@@ -246,7 +246,7 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
 @pytest.mark.long
 @pytest.mark.parametrize("own_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: bool) -> None:
-    """A compiled graph cannot decide what to record, so it records that somebody has to look."""
+    """A compiled graph cannot decide what to record, so it records that positions have to be checked."""
     torch_since("2.13", "what a graph sets on a cache is lost, and the cache is refused for that")
     model, ids = patched("llama_gqa", "fire", num_hidden_layers=1), tokens(1, 8)
     compiled, ones = freshly_compiled(model), torch.ones(1, 6)
@@ -340,7 +340,7 @@ def test_a_mask_that_hides_cached_tokens_does_not_move_the_next_one_back() -> No
 @pytest.mark.parametrize("scheme", ["alibi", "shaw", {"scheme": "tupe", "num_positions": 128}, SELF_EXTEND], ids=str)
 @pytest.mark.parametrize("kind", ["a gap behind the cache", "a cache from 60 on", "padding within the cache"])
 def test_positions_under_a_mask_that_hides_padding(scheme: Any, kind: str) -> None:
-    """One mask for each head does not show which tokens are padding, and the cached ones may stand anywhere."""
+    """One mask for each head does not show which tokens are padding, and cached tokens may have any position."""
     model, ids, cached = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH), LENGTH - 3
     real = torch.ones(2, LENGTH, dtype=torch.long)
     positions = torch.arange(LENGTH).expand(2, -1).clone()

@@ -1,4 +1,4 @@
-"""A position mechanism that discovery does not see is noticed by running the model, not taken for none."""
+"""A position mechanism that discovery misses is detected by running the model."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_models_of_several_choices_are_run_on_questions_with_choices(name: str) 
     patch_model(model, "alibi")
     patched_logits = model(input_ids=choices).logits
     assert not torch.allclose(patched_logits, stock)
-    # Each choice is read as a text of its own.
+    # Each choice is read as a separate text.
     assert torch.allclose(model(input_ids=choices[:, 1:2]).logits, patched_logits[:, 1:2], atol=1e-6)
     unpatch_model(model)
     assert torch.equal(model(input_ids=choices).logits, stock)
@@ -236,7 +236,7 @@ def own_function(module: nn.Module, query: Any, key: Any, value: Any, mask: Any,
 
 
 def llama(path: str = "", kind: type | None = None) -> Any:
-    """A Llama, one of whose modules may be of a class of one's own."""
+    """A Llama, one of whose modules may be of a custom class."""
     torch.manual_seed(0)
     model = tiny("LlamaForCausalLM", attn_implementation="eager").eval()
     if kind is not None:
@@ -272,7 +272,7 @@ def with_own_function() -> Any:
 ATTENTION = "model.layers.1.self_attn"
 IN_A_VIT = r"layers\.\d\.inner\.self_attn .*(no scheme would act|did not run)"
 FIRST_INPUT = "input of its first layer depends on the position"
-#: What other code does to a model, and what the refusal says.
+#: Changes to a model by other code, and words of the refusal.
 HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a table": (hidden_table, r"wpe\.0.*register_architecture"),
     "a bias": (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),

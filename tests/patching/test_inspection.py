@@ -1,4 +1,4 @@
-"""What is said about a model: its native scheme, the report of a patch, and `inspect_model`."""
+"""Descriptions of a model: its native scheme, the report of a patch, and `inspect_model`."""
 
 from __future__ import annotations
 

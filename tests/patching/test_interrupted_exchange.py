@@ -1,4 +1,4 @@
-"""Ctrl-C while the encoding of a model is exchanged: the model is the old one or the new one, and says which."""
+"""Ctrl-C while the encoding of a model is exchanged: the model is the old one or the new one, and reports which."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ..matrix.running import outputs, patched, tokens
 
 
 def calls_in_progress(model: nn.Module) -> int:
-    """How many calls the model's sites take to be running."""
+    """The number of calls in progress, according to the model's sites."""
     holders = [getattr(module, "runtime", None) for module in model.modules()]
     holders += map(forward_on_instance, model.modules())
     found = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
@@ -72,7 +72,7 @@ def inner_call(**given: Any) -> Callable[[Any], Any]:
 
 
 def inner_call_behind_a_hook(model: Any) -> None:
-    """It ends before the stack's forward begins, and torch runs the hooks of its end all the same."""
+    """It ends before the stack's forward begins, but torch still runs the hooks at its end."""
     with model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True):
         model.model(tokens(1, 3))
 

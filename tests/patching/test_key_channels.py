@@ -1,4 +1,4 @@
-"""What a scheme keeps of a token travels with its key, exactly, through every cache."""
+"""The features of a token are stored exactly with its key, in every cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that a loop of someone else calls have the positions that their arguments state."""
+"""Layers that are called by other code in a loop have the positions that their arguments state."""
 
 from __future__ import annotations
 

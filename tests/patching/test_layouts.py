@@ -1,4 +1,4 @@
-"""A kind of tokens that is registered is asked wherever the kind matters; no other code knows the kinds."""
+"""A registered kind of tokens is used wherever the kind matters; no other code depends on the kinds."""
 
 from __future__ import annotations
 

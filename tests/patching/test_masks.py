@@ -77,7 +77,7 @@ def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> 
 
 
 def test_a_masked_key_stays_masked_whatever_the_bias() -> None:
-    """In float16 a gate that forgets everything adds more than the mask takes away."""
+    """In float16 a gate that forgets everything adds more than the mask subtracts."""
     mask = additive(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()).clamp(min=torch.finfo(torch.float16).min).half()
     merged = merge_mask(mask, torch.full((1, 2, 3, 3), 1e5), torch.float16)
     assert (merged[..., 0, 1:] == torch.finfo(torch.float16).min).all()

@@ -1,4 +1,4 @@
-"""Models that read pictures, sound and time series: what holds in every part, and what each family is told.
+"""Models that read pictures, sound and time series: properties of every part, and messages for each family.
 
 The checks are those of `tests/architectures`: the native scheme gives the stock outputs, also at another size; every
 other scheme acts; without positions, shuffled patches shuffle the outputs; backends agree; removal leaves no trace.
@@ -74,7 +74,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("time series-patchtst", {}, "learned"),
     ("time series-patchtst", PATCHES_AND_CLASS, "learned"),
 ]
-#: What a family says of the schemes that it cannot take.
+#: The messages of a family about schemes that it does not support.
 REFUSALS = {
     "vision-hiera": "same grid",
     "vision-segformer": "same grid",
@@ -84,7 +84,7 @@ REFUSALS = {
 
 
 def refused(record: Record) -> dict[str, str]:
-    """The schemes that a part does not take, and what it says."""
+    """The schemes that a part refuses, with the messages."""
     return {
         scheme: checks[check].note
         for scheme, checks in record.findings.items()

@@ -75,7 +75,7 @@ def test_layers_with_a_window_keep_their_rotation_as_in_transformers(name: str, 
 GEMMA3: tuple[str, dict[str, Any]] = ("Gemma3ForCausalLM", WINDOWS)
 #: Class, options of its config, a scheme, options of the patch, and the scalings of the layers or of the parts.
 PLACED: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], list[Any]]] = {
-    # A request for each layer is taken literally.
+    # A request for each layer applies to every layer.
     "local and global": (*GEMMA3, LocalGlobalConfig(NativeConfig(YARN), NativeConfig()), {}, [YARN, None]),
     "a schedule": (*GEMMA3, ScheduleConfig((NativeConfig(YARN), NativeConfig())), {}, [YARN, None]),
     "some layers": (*GEMMA3, NativeConfig(YARN), {"layers": [1], "elsewhere": "none"}, [None, YARN]),

@@ -132,7 +132,7 @@ def test_frequencies_for_long_sequences_that_a_module_keeps_are_compared_with_it
     if torch.equal(before, after):
         with pytest.raises(UnsupportedError, match="build the model from the config that you want"):
             native_scheme(model)
-    else:  # Transformers up to 5.20 reads the config anew for every long sequence, and so does the scheme.
+    else:  # Transformers up to 5.20 reads the config again for every long sequence, and so does the scheme.
         patch_model(model, native_scheme(model))
         assert float((model(ids, use_cache=False).logits - after).abs().max()) <= 1e-4
 

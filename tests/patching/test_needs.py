@@ -224,7 +224,7 @@ def test_every_environment_is_tried() -> None:
 
 
 def lacking(scheme: str, name: str) -> list[tuple[Need, str]]:
-    """What a scheme needs and an environment has not, in the order of the table."""
+    """The needs of a scheme that an environment lacks, in the order of the table."""
     return [(need, why) for need, why in TRIALS[name].environment.lacks.items() if need in NEEDS[scheme]]
 
 

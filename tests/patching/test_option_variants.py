@@ -159,6 +159,6 @@ def test_every_variant_acts_or_is_refused(name: str, step: int) -> None:
         if name != "none" and not scales_only and not invisible:
             assert distance(eager, expected) > 1e-4, config
     refused = {setting for settings in found.values() for setting in settings} - placed
-    # What a scheme takes inside itself is another scheme's matter.
+    # Nested schemes are tested as schemes of their own.
     refused = {(option, value) for option, value in refused if not isinstance(value, SchemeConfig)}
     assert not refused, f"neither a Llama nor a BERT takes {refused}"

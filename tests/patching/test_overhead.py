@@ -1,4 +1,4 @@
-"""What a patched model leaves undone: nothing here is timed, it is counted."""
+"""Work that a patched model avoids: operations are counted, not timed."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class OwnInterface(LlamaAttention):
 
 
 def with_attention(way: Any = None, kind: type | None = OwnInterface) -> Any:
-    """A Llama whose attention is of a class of one's own."""
+    """A Llama with attention of a custom class."""
     model = tiny("LlamaForCausalLM", attn_implementation="sdpa").eval()
     for layer in model.model.layers if kind else ():
         layer.self_attn.__class__, layer.self_attn.way = kind, way

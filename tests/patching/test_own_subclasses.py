@@ -1,4 +1,4 @@
-"""Subclasses of the library's parts and configs: what they override is computed, and no faster way goes around it.
+"""Subclasses of the library's parts and configs: overridden methods are called, also in faster code paths.
 
 Every override here does nothing, so the model has to be that of a scheme without the part, mostly of 'none'.
 """
@@ -106,7 +106,7 @@ OwnXpos = own("xpos", "rotation", lambda config, context: RotaryMap(torch.zeros(
 OwnResonance = own("resonance", "frequencies", frequencies)
 OWN = {one.name: one for one in (dataclass(frozen=True)(OwnConfig), OwnShift, OwnSum, OwnXpos, OwnResonance)}
 GATES = {"scheme": "forget_gate", "gate": "bias_only"}
-#: An own scheme, and the scheme that computes the same.
+#: A custom scheme, and the scheme that computes the same.
 ROWS: list[tuple[Any, Any]] = [
     *((OwnConfig(inner), "none") for inner in ("alibi", "t5", "fire", "forget_gate", GATES, "repo", "grape_m")),
     (as_scheme([OwnConfig("alibi"), "forget_gate"]), "forget_gate"),

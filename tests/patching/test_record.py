@@ -1,4 +1,4 @@
-"""What others do to a patched model: the scheme is still computed, or the next call or save names what differs."""
+"""Changes to a patched model: the scheme is still computed, or the next call or save names the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of models: refused by every verb with words that help, or patched on their own."""
+"""Parts of models: refused by every verb with a remedy, or patched separately."""
 
 from __future__ import annotations
 

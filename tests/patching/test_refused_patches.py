@@ -1,4 +1,4 @@
-"""What `patch_model` refuses: it says why, and the model is exactly as it was."""
+"""What `patch_model` refuses: the message says why, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("shared keys", "repo", {"layers": [0, 1], "elsewhere": "none"}, "both need the same rotation"),
     # A scaling of the native rotation
     ("gpt2", NativeConfig(YARN), {}, "for RoPE, and the native scheme is 'learned', which rotates nothing"),
-    ("cohere2_interleaved", NativeConfig(YARN), {}, "only layers with a window rotate"),
+    ("cohere2_interleaved", NativeConfig(YARN), {}, "only layers with a sliding window rotate"),
     ("positions on axes", NativeConfig(YARN), {}, "the rotation 'mrope', which has no scaling"),
     ("deepseek_v3_mla", NativeConfig(replace(YARN, mscale=1.0, mscale_all_dim=1.0)), {},
      "takes a factor of its softmax"),
-    ("bfloat16", NativeConfig(YARN), {}, r"stated by its frequencies .* from_pretrained\(dtype=...\)"),
+    ("bfloat16", NativeConfig(YARN), {}, r"given by a list of frequencies .* from_pretrained\(dtype=...\)"),
     # Pictures and videos
     *(("a ViT", scheme, options, r"2 axes.*built for 3")
       for scheme, options in (("rope_nd", {"grid": (4, 4)}), ("mrope", {}), ("alibi", {"axes": 3}))),

@@ -1,4 +1,4 @@
-"""The runs on a few tokens of our own that a patch makes: nothing of the caller's notices them."""
+"""The short runs of a patch have no effect on the state of the caller."""
 
 from __future__ import annotations
 

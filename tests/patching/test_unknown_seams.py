@@ -1,4 +1,4 @@
-"""Names, signatures and shapes that another version of transformers, or somebody's own layer, may have."""
+"""Names, signatures and shapes that another version of transformers, or a custom layer, may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards that other tools put around those of a patched model's modules."""
+"""Forwards of other tools that wrap those of a patched model's modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(model: Any) -> Tensor:
 
 
 def wrap(module: nn.Module) -> None:
-    """What a tool that logs or times a module does."""
+    """Wraps a forward, as a tool that logs or times a module does."""
     inner = module.forward
     module.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[method-assign]
 
@@ -53,7 +53,7 @@ def test_a_wrapper_goes_on_around_the_stock_forward(name: str, scheme: str, path
     wrapper = module.forward
     assert torch.equal(run(model), in_force)
     unpatch_model(model)
-    # More than once: a rotary module that nobody looks at returns a placeholder from the second call on.
+    # More than once: an unused rotary module returns a placeholder from the second call on.
     assert all(torch.equal(run(model), stock) for _ in range(2))
     assert module.forward is wrapper
     assert [module for module in model.modules() if "forward" in module.__dict__] == [module]

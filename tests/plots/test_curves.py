@@ -1,4 +1,4 @@
-"""The lines of a comparison: which are drawn as one, where they lie, and how they are named."""
+"""The lines of a comparison: which are drawn as one, where they are, and how they are named."""
 
 from __future__ import annotations
 

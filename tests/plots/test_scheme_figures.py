@@ -1,4 +1,4 @@
-"""Figures of schemes: which apply, whether what they draw is what the formula says, and files."""
+"""Figures of schemes: which apply, whether they agree with the formula, and files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Stretch(QueryKeyMap):
 
 @dataclass(frozen=True)
 class ThirdPartyConfig(SchemeConfig):
-    """A third party's scheme, not registered and of parts of its own."""
+    """A third-party scheme, which is not registered and has its own parts."""
 
     name: ClassVar[str] = "third_party"
     wave: bool = True

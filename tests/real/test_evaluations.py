@@ -1,4 +1,4 @@
-"""The evaluations on weights that were really trained, where their numbers have a meaning."""
+"""The evaluations on trained weights, for which their numbers are meaningful."""
 
 import importlib.util
 from pathlib import Path

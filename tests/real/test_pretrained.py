@@ -1,4 +1,4 @@
-"""Weights that were really trained: a scheme put where the stock one was must give the same model back."""
+"""Trained weights: the native scheme in place of the stock mechanism gives the same model."""
 
 import contextlib
 import math
@@ -164,7 +164,7 @@ class TestMiniLM:
         assert stock[3] @ stock[4] < 0.9999
         with patched(minilm, "none"):
             blind = embed(minilm, tokenizer)
-        # The same words in another order are the same sentence now, and no sentence is what it was.
+        # Sentences with the same words in another order are now equal, and every embedding has changed.
         assert blind[3] @ blind[4] > 1 - 1e-5
         assert ((stock * blind).sum(-1) < 0.99).all()
         assert torch.equal(embed(minilm, tokenizer), stock)

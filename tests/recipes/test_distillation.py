@@ -1,4 +1,4 @@
-"""Learning from the model as it was, and LoRA beside a scheme."""
+"""Learning from the model before a change, and LoRA next to a scheme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leading a model from one scheme to another: both ends, the way, what is trained, and what is left behind."""
+"""Gradual swaps: both ends, the strength in between, trained parameters, and the final model."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_blend_is_saved_and_loaded_at_its_strength(tmp_path):
     assert blend_strength(loaded) == 0.3
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-    # A deep copy has a strength of its own.
+    # A deep copy has a separate strength.
     other = copy.deepcopy(model)
     set_blend_strength(other, 0.6)
     assert (blend_strength(model), blend_strength(other)) == (0.3, 0.6)

@@ -21,7 +21,7 @@ def _generator(seed: int = 0) -> torch.Generator:
 
 
 def _rows(documents: list[list[int]], first: int = 0) -> tuple[Tensor, Tensor, list[list[tuple[int, int]]]]:
-    """Positions of rows of documents with these lengths, what is real, and where each document lies."""
+    """Positions of rows of documents with these lengths, what is real, and where each document is."""
     length = max(sum(row) for row in documents)
     positions, real, places = [], [], []
     for row in documents:

@@ -43,7 +43,7 @@ def trained(phases: SchemePhases, steps: int, folder: Any, before: str | None = 
 
 
 def test_drope_drops_positions_at_its_step_and_recovers(tmp_path):
-    """The loss jumps when positions go, and the last steps win most of the jump back: the paper's recalibration."""
+    """The loss jumps when positions are dropped, and the last steps recover most of it (the paper's recalibration)."""
     steps = 100
     model, losses = trained(drope(steps, recalibration=0.4), steps, tmp_path)
     dropped = 60

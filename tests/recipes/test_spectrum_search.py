@@ -182,7 +182,7 @@ def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was(recwarn: pyt
     assert model.position_encoding is scheme
     assert model.training
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    # Nor is anything said of a cache, which is not used.
+    # There is no warning about a cache either, because it is not used.
     assert not [warning for warning in recwarn if "no cache can be extended" in str(warning.message)]
 
 
@@ -224,7 +224,7 @@ def test_a_factor_of_the_config_itself_hides_nothing() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RopeConfig(inverse_frequencies=tuple(0.5**pair for pair in range(8))), "by its frequencies and not by theta"),
+        (RopeConfig(inverse_frequencies=tuple(0.5**pair for pair in range(8))), "list of frequencies and not by theta"),
         (AlibiConfig(), "needs RoPE without a scaling"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Starts that lose least: what is fitted to what, how well, and what is refused."""
+"""Fitted initialization: what is fitted, how well, and what is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _outputs(model: Any) -> Tensor:
     [
         ("llama_gqa", SinusoidalConfig(scale=0.5), LearnedConfig(num_positions=64)),
         ("llama_gqa", "rope", ["rope", LearnedConfig(num_positions=32)]),
-        # Beside a formula, it holds the difference.
+        # Next to a formula, it holds the difference.
         ("bert", None, [LearnedConfig(), "sinusoidal"]),
     ],
     ids=["formula", "nothing", "beside a formula"],
@@ -107,7 +107,7 @@ def test_rows_that_stay_random_beside_a_native_table_are_said(family, scheme, sa
     kinds = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}
     with warnings.catch_warnings(record=True, action="always") as caught:
         model = patch_model(tiny(kinds[family]), scheme)
-        patch_model(model, scheme)  # what is in force stays, and nothing is said again
+        patch_model(model, scheme)  # the current scheme stays, and no warning is repeated
     found = [str(warning.message) for warning in caught if "at random" in str(warning.message)]
     assert len(found) == (said is not None)
     assert said is None or re.search(said, found[0])

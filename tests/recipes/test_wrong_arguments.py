@@ -1,4 +1,4 @@
-"""Arguments that no recipe takes."""
+"""Arguments that every recipe refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemes built at the small place of the tests, tokens to give them, and what they compute."""
+"""Schemes built in the small setting of the tests, tokens for them, and their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACE = BuildContext(HIDDEN, HEADS, HEAD_DIM, max_positions=MAX_POSITIONS, num_k
 
 
 def build(config: SchemeConfig, training: bool = False, seed: int = 0, **changes: Any) -> SchemeParts:
-    """The parts of a config; `changes` are what another place has."""
+    """The parts of a config; `changes` are properties of another place."""
     torch.manual_seed(seed)
     parts = config.build(dataclasses.replace(PLACE, **changes))
     for part in parts:
@@ -96,7 +96,7 @@ def logits_of(scheme: SchemeConfig | SchemeParts, positions: Positions = TOKENS,
 
 
 def pairs_at(positions: Positions, slots: Any = None, heads: tuple[Tensor, Tensor] | None = None) -> AttentionPairs:
-    """What a bias reads of random queries, of all tokens or of those in `slots`, and of the keys of all tokens."""
+    """The inputs of a bias: random queries, of all tokens or of those in `slots`, and the keys of all tokens."""
     query, key = random_heads(positions.ids.shape[-1]) if heads is None else heads
     slots = torch.arange(positions.ids.shape[-1]) if slots is None else torch.as_tensor(slots)
     return AttentionPairs(query[:, :, slots], key, slots, positions, query.shape[-1] ** -0.5)

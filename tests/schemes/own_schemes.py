@@ -1,4 +1,4 @@
-"""Schemes of somebody's own that are functions of the distance. They are registered where a test asks for it."""
+"""Custom schemes that are functions of the distance. They are registered if a test asks for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROWS: dict[str, Row] = {
 
 
 def registered() -> dict[str, Any]:
-    """What the registry has for these schemes."""
+    """The entries of the registry for these schemes."""
     return {config.name: config for config in (RootConfig, FadingConfig)}
 
 

@@ -1,4 +1,4 @@
-"""What is special about each additive scheme: algebra, lengths, adoption of native tables."""
+"""Properties of single additive schemes: algebra, lengths, adoption of native tables."""
 
 from __future__ import annotations
 

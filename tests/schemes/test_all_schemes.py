@@ -1,4 +1,4 @@
-"""What every scheme of the table must hold."""
+"""Properties of every scheme in the table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from .table import (
     variants_of,
 )
 
-#: Also functions of the distance that somebody has registered.
+#: Also registered functions of the distance.
 ROWS = TABLE | own_schemes.ROWS
 VARIANTS = variants_of(ROWS)
 

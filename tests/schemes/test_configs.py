@@ -184,7 +184,7 @@ def test_composed_passes_on_what_its_parts_say():
 
 @pytest.mark.parametrize("option", ["scheme", "type", "label", "part_names", "has_parts", "stands_for_native"])
 def test_an_option_cannot_be_called_like_what_every_config_has(option):
-    """It would hide it: a config with the option `has_parts=False` would place nothing."""
+    """It would hide the attribute: a config with the option `has_parts=False` would place nothing."""
     confusing = make_dataclass(
         "Confusing", [(option, int, 1)], bases=(SchemeConfig,), frozen=True, namespace={"name": "confusing"}
     )

@@ -75,7 +75,7 @@ def nothing() -> float:
         (taken, "of taken cannot be an option of a scheme: it collects several arguments, or has a name"),
         (of_module, "of of_module cannot be an option"),
         (with_a_list, "'slopes' of with_a_list is a list.*Use a tuple"),
-        (nothing, "nothing takes no distance"),
+        (nothing, "nothing has no parameters;"),
     ],
 )
 def test_a_function_that_is_no_scheme_is_refused(function: Any, message: str) -> None:

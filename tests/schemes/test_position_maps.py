@@ -1,4 +1,4 @@
-"""What a map of positions does to every part of a scheme, which schemes are refused, and segments."""
+"""The effect of a position map on every part of a scheme, refused schemes, and segments."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_mapped_part_declares_what_the_part_does() -> None:
 
 
 class NewestFirst(PairwiseBias):
-    """Counts keys back from the newest one, wherever tokens say they stand."""
+    """Counts keys back from the newest one, regardless of the positions of tokens."""
 
     reads_positions = False
 

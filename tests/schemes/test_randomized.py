@@ -1,4 +1,4 @@
-"""Positions drawn at random: their order and distribution, who shares a draw, and what is refused."""
+"""Positions drawn at random: their order and distribution, what shares a draw, and what is refused."""
 
 from __future__ import annotations
 

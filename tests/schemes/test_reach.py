@@ -1,4 +1,4 @@
-"""How long a sequence each scheme says it can encode, and that exactly so long a one is encoded."""
+"""The longest sequence that each scheme states: it is encoded, and longer ones are refused."""
 
 from __future__ import annotations
 

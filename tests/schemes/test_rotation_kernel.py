@@ -1,4 +1,4 @@
-"""The rotation kernel against the expression it stands for, `x * cosine + quarter_turn(x) * sine`."""
+"""The rotation kernel against its definition, `x * cosine + quarter_turn(x) * sine`."""
 
 from __future__ import annotations
 

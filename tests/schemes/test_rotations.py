@@ -1,4 +1,4 @@
-"""Maps beyond RoPE: what they reduce to, what they say of themselves, and what their logits and norms depend on."""
+"""Maps beyond RoPE: special cases, declarations, and what their logits and norms depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The claims of the protocol, on runs made up for the purpose."""
+"""The claims of the protocol, on invented runs."""
 
 from __future__ import annotations
 

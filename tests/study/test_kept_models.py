@@ -1,4 +1,4 @@
-"""What is measured on the trained models that a study has kept."""
+"""Measurements on the trained models that a study has kept."""
 
 from __future__ import annotations
 

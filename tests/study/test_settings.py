@@ -1,4 +1,4 @@
-"""The studies of docs/study/protocol.md: what they ask for is what the protocol says."""
+"""The studies of docs/study/protocol.md: their settings agree with the protocol."""
 
 from __future__ import annotations
 

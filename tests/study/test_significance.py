@@ -1,4 +1,4 @@
-"""How sure differences are: against scipy, simulations, and cases that are known."""
+"""Intervals and tests of differences: against scipy, simulations, and known cases."""
 
 from __future__ import annotations
 

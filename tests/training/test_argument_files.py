@@ -1,4 +1,4 @@
-"""Options from files: how values are read, and what is said of those that cannot be."""
+"""Options from files: how values are read, and the errors for those that cannot be read."""
 
 from __future__ import annotations
 

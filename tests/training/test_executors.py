@@ -239,7 +239,7 @@ def test_a_training_that_another_study_began_with_other_settings_is_not_run(tmp_
     (cell,) = cells_in(tmp_path)
     result = workers.train(cell, {"max_steps": 3}, None)
     assert result is not None
-    assert "begun it with other settings: max_steps was 'absent' and is now 3" in result["reason"]
+    assert "started it with other settings: max_steps was 'absent' and is now 3" in result["reason"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_every_cell_starts_from_the_pretrained_model(llama, texts, tmp_path, cap
     assert before["alibi-gradual"] == pytest.approx(before["control"], abs=1e-4)
     assert before["none-lora"] == before["read"] != before["control"]
     assert runs["t5-fitted"]["swap"]["fits"][0]["residual"] < 1
-    # An option that is left out is taken from the old scheme, and told.
+    # An omitted option is taken from the old scheme and reported.
     assert runs["p_rope-distilled"]["swap"]["options"] == {"theta": 500.0}
     assert runs["p_rope-distilled"]["config"]["theta"] == 500.0
     assert runs["none-lora"]["parameters"] < runs["control"]["parameters"]
@@ -185,7 +185,7 @@ def test_an_encoder_is_led_past_its_length(bert, texts, tmp_path, capsys):
     )  # fmt: skip
     assert compare.main(words) == 0, capsys.readouterr().err
     control, repeat, alibi, too_long = study_runs(tmp_path).values()
-    # While the old table acts, nothing can be longer than it.
+    # While the old table acts, sequences cannot be longer than it.
     assert too_long["status"] == "unsupported"
     assert "24 positions of the learned table" in too_long["reason"]
     # The untouched encoder is its own teacher, and has no position 64.

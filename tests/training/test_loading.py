@@ -44,7 +44,7 @@ def test_a_saved_dataset_with_several_splits(tmp_path: Path) -> None:
     assert loaded["text"] == ["test", "test"]
     parts["train"].save_to_disk(str(tmp_path / "one"))
     assert load_named_dataset(str(tmp_path / "one"))[0]["text"] == ["train"] * 4
-    with pytest.raises(SettingsError, match="no split 'test': it is all one split"):
+    with pytest.raises(SettingsError, match="no split 'test': its only split is"):
         load_named_dataset(str(tmp_path / "one"), split="test")
     with pytest.raises(SettingsError, match=r"no split 'validation'\. Its splits: train, test"):
         load_named_dataset(str(tmp_path / "saved"), split="validation")

@@ -189,7 +189,7 @@ def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, t
 def test_a_disk_that_is_full_beside_the_checkpoints(
     file: str, texts: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    """The small files of a run: none of them is left in half, and the same command ends the run."""
+    """The small files of a run: none is left incomplete, and the same command completes the run."""
     output, write = tmp_path / "out", Path.write_text
     arguments = words(texts, output, max_steps=2, save_steps=2)
 

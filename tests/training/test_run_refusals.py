@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "evaluations that are not made": ({"eval_steps": 2}, "--eval_steps is given without --eval_strategy"),
     "an upload that is not made": ({"hub_strategy": "end"}, "--hub_strategy is given without --push_to_hub"),
     "other layers without layers": ({"scheme": "rope", "elsewhere": "none"}, "without --scheme_layers"),
-    "a split of text files": ({"validation_split": "test"}, "has no split 'test': it is all one split"),
+    "a split of text files": ({"validation_split": "test"}, "has no split 'test': its only split is"),
     "the split that is trained on": ({"validation_split": "train"}, "are both 'train'"),
     "lines of a dataset": ({"sample_by": "line", "dataset_name": "a/b"}, "--sample_by line is for text files"),
     "LoRA without training": ({"lora": "true", "do_eval": "true"}, "--lora has no effect, because the run only"),

@@ -1,4 +1,4 @@
-"""The model cards of a study: what they say, that the hub reads them, and that they lie beside the models."""
+"""The model cards of a study: their text, that the hub reads them, and that they are next to the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies with a scheme of one's own, another architecture, and one text file."""
+"""Studies with a custom scheme, another architecture, and one text file."""
 
 import json
 import multiprocessing
@@ -82,7 +82,7 @@ def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_sche
     edit_the_scheme(tmp_path)
     capsys.readouterr()
     assert compare.main(["study.yaml"]) == 2
-    assert "causal-own_for_tests-seed0 in out began with other settings: code of the scheme" in capsys.readouterr().err
+    assert "own_for_tests-seed0 in out was started with other settings: code of the scheme" in capsys.readouterr().err
     for seed in (0, 1):
         shutil.rmtree(tmp_path / "out" / "trainings" / f"causal-own_for_tests-seed{seed}")
     assert compare.main(["study.yaml", "--workers=1"]) == 0

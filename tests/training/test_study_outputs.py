@@ -1,4 +1,4 @@
-"""What is made of a study's results: means and intervals, tables, figures, the page."""
+"""Reports of a study's results: means and intervals, tables, figures, the page."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"]
 
 
 class At(TrainerCallback):
-    """Does something at an event of one step; the action gets what the Trainer passes, by its names."""
+    """Runs an action at an event of one step, with the keywords that the Trainer passes."""
 
     def __init__(self, step: int, action: Callable[..., None], event: str = "on_step_end") -> None:
         self.step, self.action = step, action

@@ -112,8 +112,8 @@ def find_batches(model: Any, block_size: int, causal: bool, vocabulary: int) -> 
         unblocked = spread_distance(_logits(model, tokens), alone)
         if unblocked <= 1e-4:
             raise SettingsError(
-                "Packing documents changes nothing in this model, because its attention has no effect yet. So it "
-                "cannot be checked that documents are separated. Use --packing concatenate."
+                "Packing documents changes nothing in this model, because its attention has no effect yet, so it "
+                "cannot be checked whether documents are separated. Use --packing concatenate."
             )
         tolerance = unblocked * (_EXACT if alone.dtype == torch.float32 else _ROUNDED)
         tried = []

@@ -105,9 +105,7 @@ def _load_local(path: Path, split: str, sample_by: str) -> Any:
     if path.is_dir() and not texts and not saved:
         return load_dataset(str(path), split=split)
     if split != "train":
-        raise SettingsError(
-            f"{path} has no split {split!r}: it is all one split, 'train'. Name another file or folder."
-        )
+        raise SettingsError(f"{path} has no split {split!r}: its only split is 'train'. Name another file or folder.")
     if saved:
         return loaded
     if texts:

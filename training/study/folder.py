@@ -71,14 +71,14 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[st
             new[path] = wanted
         elif changed:
             raise SettingsError(
-                f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
-                "different settings cannot be in one table. Choose another --output_dir, restore the earlier settings "
-                f"to resume, or remove {cell.folder} to train it again."
+                f"{cell.name} in {cell.study.output_dir} was started with other settings: {'; '.join(changed)}. "
+                "Results of different settings cannot be in one table. Choose another --output_dir, restore the "
+                f"earlier settings to resume, or remove {cell.folder} to train it again."
             )
         needed = cell.study.save_models or cell.name in starts
         if needed and result and result["status"] == FINISHED and not cell.model_folder.exists():
             raise SettingsError(
-                f"{cell.name} has ended in {cell.study.output_dir}, but its model is missing. Remove {cell.folder} "
+                f"{cell.name} is finished in {cell.study.output_dir}, but its model is missing. Remove {cell.folder} "
                 "to train it again with the same result, omit --save_models (or the schemes that start from it), or "
                 "choose another --output_dir."
             )

@@ -158,7 +158,7 @@ def _train(cell: Cell, identity: dict[str, Any] | None, on_step: Callable[[int],
         ended: dict[str, Any] = result
         return ended
     if identity is not None and (changed := differences(begun, identity)):
-        return _failed(cell, f"Another study has begun it with other settings: {'; '.join(changed)}.")
+        return _failed(cell, f"Another study has started it with other settings: {'; '.join(changed)}.")
     return run_cell(cell, on_step)
 
 

@@ -61,7 +61,7 @@ class Library:
         if not self.context:
             sys.exit(CANNOT_LOAD)
         if self.functions.llama_n_ubatch(self.context) != piece or self.functions.llama_pooling_type(self.context):
-            raise RuntimeError("llama.cpp has not taken the parameters, so their order must have changed")
+            raise RuntimeError("llama.cpp did not accept the parameters, so their order must have changed")
         self.functions.llama_set_n_threads(self.context, task["threads"], task["threads"])
         self.width = self.functions.llama_model_n_embd(self.model)
         self.vocabulary = self.functions.llama_model_get_vocab(self.model)
@@ -73,7 +73,7 @@ class Library:
         tokens = (ctypes.c_int32 * (len(encoded) + 16))()
         count = self.functions.llama_tokenize(self.vocabulary, encoded, len(encoded), tokens, len(tokens), True, True)
         if count < 0:
-            raise RuntimeError(f"llama_tokenize needs room for {-count} tokens")
+            raise RuntimeError(f"llama_tokenize needs a buffer for {-count} tokens")
         return list(tokens[:count])
 
     def encode(self, ids: list[int]) -> npt.NDArray[np.float32]:

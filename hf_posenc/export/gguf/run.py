@@ -107,14 +107,14 @@ def _run(
             messages = "\n".join(lines[-8:])
             if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
                 reasons = [line for line in lines if "error loading model: " in line or "GGML_ASSERT" in line]
-                reason = reasons[-1] if reasons else "it has ended without a reason"
+                reason = reasons[-1] if reasons else "it ended without an error message"
                 raise UnsupportedError(
                     f"llama.cpp cannot run the file: {reason}. Its code does not support these sizes or this "
                     "vocabulary, or there is too little memory. Export to 'onnx', or use another model of this "
                     f"architecture. Its last messages:\n{messages}"
                 )
             raise RuntimeError(
-                f"The script that calls {runtime()} has failed, which has nothing to do with the model. Install the "
-                f"version of xllamacpp in constraints.txt, with which hf_posenc was tested.\n{messages}"
+                f"The script that calls {runtime()} failed, and the model is not the cause. Install the version of "
+                f"xllamacpp in constraints.txt, with which hf_posenc was tested.\n{messages}"
             )
         return pickle.loads(results.read_bytes())

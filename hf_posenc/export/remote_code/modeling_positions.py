@@ -369,7 +369,7 @@ class Positions(nn.Module):
         if other := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise ValueError(
                 f"The bias of this model needs a growing cache, and {type(cache).__name__} consists of "
-                f"{other.pop().__name__}. Use DynamicCache, which generate does without cache_implementation."
+                f"{other.pop().__name__}. Use DynamicCache, the default of generate without cache_implementation."
             )
         place = self.num_layers + index
         while len(cache.layers) <= place:
@@ -423,7 +423,7 @@ def attend(
             )
         pairs = bias(query.shape[2])[..., -key.shape[2] :].to(query.device)
         if pairs.shape[1] != query.shape[1]:
-            raise ValueError(f"The bias has {pairs.shape[1]} heads and this layer {query.shape[1]}: it is split.")
+            raise ValueError(f"The bias has {pairs.shape[1]} heads, but this layer has {query.shape[1]}.")
         is_causal = kwargs.get("is_causal")
         is_causal = module.is_causal if is_causal is None else is_causal
         attention_mask = with_bias(attention_mask, pairs, is_causal, query.dtype)

@@ -116,14 +116,14 @@ def remote_code(parts: ModelParts) -> RemoteForm:
     for table in stack.tables:
         del state[f"{prefix}{table.path}.weight"]
     if any(layer.parts.logit_scale is not None for layer in parts.layers):
-        raise UnsupportedError("The file has no factor of the logits, which the scheme multiplies them with.")
+        raise UnsupportedError("The file cannot multiply logits by a factor, as the scheme does.")
     width = model.get_input_embeddings().embedding_dim
     if encoding.additive is not None and width != stack.hidden_size:
         raise UnsupportedError(f"The file adds vectors to the token embeddings, which are {width} wide in a {name}.")
     biases = [layer.parts.logit_bias for layer in parts.layers]
     distinct = list({id(bias): bias for bias in biases}.values())
     if len(distinct) not in (1, len(biases)) or len({repr(_options(_BIASES, bias)) for bias in biases}) > 1:
-        raise UnsupportedError("The layers have different biases, and the file has one kind for all of them.")
+        raise UnsupportedError("The layers have different biases, but the file has one kind of bias for all layers.")
     config = _config(parts, kind)
     of_file = {
         "scheme": parts.label,
@@ -214,7 +214,7 @@ def _rotation(parts: ModelParts, kind: str, state: dict[str, Tensor]) -> dict[st
         return None
     width = native_rotary_dim(layers[0].stack, layers[0].attention) or head_dim
     if first.rotary_dim not in (0, width):
-        raise UnsupportedError(f"The file rotates {width} dimensions of a head, and the scheme {first.rotary_dim}.")
+        raise UnsupportedError(f"The file rotates {width} dimensions of a head, the scheme rotates {first.rotary_dim}.")
     for layer, rotation in zip(layers, rotations, strict=True):
         fold(state, layer, rotation, native_pairing(layer.stack, layer.attention) or "half")
     return {"width": width, "frequencies": first.frequencies.tolist(), "attention_scaling": first.scaling}
@@ -260,7 +260,7 @@ def _named(part: Any, *names: str) -> dict[str, Any]:
 
 def _sinusoidal(part: SinusoidalEncoding) -> dict[str, Any]:
     if part.axes > 1 or part.hidden_size % 2:
-        raise UnsupportedError("The file has sinusoids of one position in an even number of dimensions.")
+        raise UnsupportedError("The file only has sinusoids of positions on one axis, in an even number of dimensions.")
     config, frequencies = part.config, frequencies_of(part.hidden_size, part.config)
     if config.frequencies == "vaswani":
         frequencies = frequencies * 2 * math.pi  # They are in turns.

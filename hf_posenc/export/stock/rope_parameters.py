@@ -67,7 +67,7 @@ def rotation_parameters(
     """
     if rotation.rotary_dim not in (0, rotary_dim):
         raise UnsupportedError(
-            f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme {rotation.rotary_dim}."
+            f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme rotates {rotation.rotary_dim}."
         )
     wanted = rotation.frequencies if rotation.rotary_dim else torch.zeros(rotary_dim // 2)
     factors = [_factor(float(frequency), theta, index, rotary_dim) for index, frequency in enumerate(wanted)]

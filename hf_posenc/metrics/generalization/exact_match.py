@@ -94,7 +94,7 @@ def compare_generalization(
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
     if method not in get_args(Method):
-        raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, get_args(Method)))}.")
+        raise MeasurementError(f"method is {method!r}; expected one of {', '.join(map(repr, get_args(Method)))}.")
     if batch_size < 1:
         raise MeasurementError(f"batch_size is {batch_size}; a batch needs at least one example.")
     examples = {length: held_out_examples(task, length, samples, seed) for length in lengths}

@@ -166,7 +166,7 @@ def cross_attentions(stack: Stack) -> list[AttentionLayer]:
 
 
 def _read_attention(path: str, module: nn.Module, stack: Stack, order: int) -> AttentionLayer:
-    """What is known of any attention layer, which is the `order`-th of its stack."""
+    """What is known of an attention layer of any kind, the `order`-th of its stack."""
     architecture = stack.architecture
     layer = next((int(part) for part in path.split(".") if part.isdigit()), order)
     num_heads, head_dim = _head_shape(module, stack.module.config, architecture)

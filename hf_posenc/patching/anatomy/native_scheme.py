@@ -242,8 +242,8 @@ def _rotary_config(
         return config
     raise UnsupportedError(
         f"The frequencies in {type(rotary).__name__} do not match the rope_parameters of its config, and they depend "
-        "on the length of the sequence. No scheme describes such a module. Changes of the config after the module was "
-        "built, or after its first run, do not reach its buffers: build the model from the config that you want."
+        "on the length of the sequence. No scheme describes such a module. Changing the config after the module was "
+        "built, or after its first run, does not change its buffers: build the model from the config that you want."
     )
 
 

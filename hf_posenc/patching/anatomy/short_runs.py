@@ -252,20 +252,20 @@ _AMPLIFICATION = 8.0
 
 
 class _SeenError(BaseException):
-    """Ends a run that has shown what it was made for."""
+    """Ends a run as soon as it has shown what it was started for."""
 
 
 class TokenOrder:
     """Observes a run of one stack on two rows, which hold the same tokens in two orders.
 
-    In front of every layer, and of its attention, the second row becomes the first in the other order, because
-    the layers before may have distinguished tokens by what they see. Without positions, attention then computes
+    Before every layer, and before its attention, the second row is replaced by the first row in the other order,
+    because earlier layers may have distinguished tokens by what they see. Without positions, attention then computes
     the same output for the last token, and bidirectional attention for all tokens. A layer with code from outside
-    transformers then gets the output of its first row in both orders, and may only treat all tokens alike. So may
-    code between layers, and after the last one.
+    transformers then gets the output of its first row in both orders, and must treat all tokens alike. So must code
+    between layers and after the last one.
 
-    Which keys sparse attention reads may depend on their order, so a run of a stack that has some ends at the input of
-    its first layer.
+    The keys that sparse attention reads may depend on their order, so a run of a stack with sparse attention ends at
+    the input of its first layer.
 
     Args:
         stack: the stack, in which no scheme and no native mechanism is active.
@@ -385,7 +385,7 @@ class TokenOrder:
         return rows if known else None
 
     def _reordered(self, rows: Tensor | None, args: Any, kwargs: dict[str, Any], factor: float = 1.0) -> Any:
-        """The arguments, in which the second row of the hidden states is the first in the other order."""
+        """The arguments, with the second row of the hidden states replaced by the first in the other order."""
         if rows is None:
             return None
         before = rows.shape[1] - _LENGTH

@@ -169,7 +169,7 @@ def has_engine(model: nn.Module) -> bool:
 
 
 def computed_buffers(scheme: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """The buffers of own parts that are computed and not saved: the module of each, its name, and its values."""
+    """The buffers of custom parts that are computed and not saved: the module of each, its name, and its values."""
     places = ((module, name) for module in scheme.modules() for name in module._non_persistent_buffers_set)
     return [(module, name, buffer) for module, name in places if (buffer := module._buffers[name]) is not None]
 

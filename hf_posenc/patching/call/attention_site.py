@@ -163,7 +163,7 @@ class AttentionSite(PairwiseSite):
         raise NotImplementedError
 
     def outside_stack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that nobody has resolved the positions of, at those that its arguments state."""
+        """Runs a call whose positions are not resolved yet, at the positions that its arguments state."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         length = self.runtime.batch_first(hidden_states).shape[1]
         states = self.runtime.states.of_this_thread()
@@ -352,8 +352,8 @@ class AttentionSite(PairwiseSite):
         replica, prepared = self.prepared(call.state, query)
         if not call.keys_mapped:
             state, lengths = call.state, (query.shape[-2], key.shape[-2])
-            # As many queries as keys are the same tokens. A graph must not depend on these numbers. Positions of the
-            # caller are checked, and those in a cache recorded, where the positions of keys are computed.
+            # As many queries as keys are the same tokens, but a graph must not depend on these numbers. Positions of
+            # the caller are checked, and those in a cache recorded, where the positions of keys are computed.
             same = not traced() and query.dtype == key.dtype and lengths[0] == lengths[1]
             same = same and state.position_ids is None and state.cache_object is None
             phases = prepared if same else self.key_phases(state, *lengths)
@@ -435,7 +435,7 @@ class AttentionSite(PairwiseSite):
     def _check_cached(self, update: Callable[..., Any], width: int, layer_idx: int = 0, *_: Any, **__: Any) -> None:
         """Refuses a cache that was not filled by this model, such as prefix tuning or the cache of another model.
 
-        Also one that would quantise the features of the bias.
+        It also refuses a cache that would quantise the features of the bias.
         """
         layers = getattr(getattr(update, "__self__", None), "layers", ())
         if not isinstance(layer_idx, int) or layer_idx >= len(layers):
@@ -461,7 +461,7 @@ class AttentionSite(PairwiseSite):
 
 
 def _of_transforms(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor inside `torch.func.vmap` and other transforms, for all of its rows."""
+    """The values of a tensor inside `torch.func.vmap` and other transforms, for all of its rows."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

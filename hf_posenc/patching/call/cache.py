@@ -1,13 +1,13 @@
 """The cache of a call: which argument it is, how long it is, and what is known about it and about its keys.
 
-What this package knows about a cache is kept beside the cache and not on it. Tools walk the attributes of a cache
-(exporters, converters), and an exported program compares them. The notes therefore lie in a table. They follow `copy`,
-`deepcopy` and `pickle`, because the reducer of the cache's class takes them along. A compiled graph cannot read the
-table. It uses an attribute of the cache, which counts until the next note outside of a graph.
+Notes about a cache are stored in a table and not on the cache, because tools such as exporters and converters walk its
+attributes, and an exported program compares them. The notes follow `copy`, `deepcopy` and `pickle`, because the reducer
+of the cache's class takes them along. A compiled graph cannot read the table. It uses an attribute of the cache, which
+applies until the next note outside of a graph.
 
 Usually the positions of cached tokens follow from the attention mask or from their slots. If the caller passed other
-`position_ids`, they are noted. Others may reorder, select, repeat or crop the cached rows, by the cache's methods or by
-hand. What they did is read from the keys, and the positions follow.
+`position_ids`, they are noted. Other code may reorder, select, repeat or crop the cached rows, with or without the
+cache's methods. The keys show such changes, and the positions are changed in the same way.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def set_note(cache: Any, name: str, value: Any) -> None:
 def kept_values(cache: Any, starts: bool, trainings: int) -> KeptValues:
     """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances.
 
-    None is left where a text `starts`, or after another of `trainings`: not every change of a weight can be seen, such
-    as one by `weight.data`.
+    They are dropped where a text `starts`, and after another of `trainings`, because some changes of a weight cannot be
+    detected, such as one by `weight.data`.
     """
     kept: KeptValues | None = None if starts else note_of(cache, _KEPT)
     if kept is None or kept.trainings != trainings:
@@ -124,10 +124,10 @@ def _made(make: Callable[..., Any], notes: dict[str, Any], *args: Any) -> Any:
     return cache
 
 
-#: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.
+#: Argument of XLNet's stack: a list of tensors, which only this name distinguishes from other lists.
 _MEMORY = "mems"
 _LENGTH = "_hf_posenc_length"
-#: Types of most arguments, which are told apart faster than by what they can do.
+#: Types of most arguments, which are recognised faster by type than by their methods.
 _NO_CACHES = (Tensor, type(None), bool, int, float, str, tuple)
 #: Base class of the layers of a quantised cache.
 QUANTISED_LAYER = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -212,7 +212,7 @@ def _of_static_layer(cache: Any, length: Tensor) -> int | Tensor:
 
 
 def remember_length(cache: Any, length: int | None) -> None:
-    """Stores, at the end of a call, the length of a cache whose layers keep it in a tensor. A graph cannot tell it."""
+    """Stores, at the end of a call, the length of a cache whose layers keep it in a tensor. A graph cannot read it."""
     keeper = self_attention_cache(cache)
     kept = keeper.get_seq_length() if hasattr(keeper, "get_seq_length") else None
     if isinstance(kept, Tensor):
@@ -239,7 +239,7 @@ def cached_length(cache: Any) -> int | Tensor | None:
 class Generation:
     """A call of `generate` that was given no `position_ids`: they are counted over its mask, to which it appends ones.
 
-    That is taken for granted in each step, compared on the device, and read once, at the end.
+    Each step assumes this and compares it on the device. The result is read once, at the end.
     """
 
     def __init__(self) -> None:
@@ -256,10 +256,10 @@ class Generation:
         """Reads what was compared."""
         if any(map(bool, self._differs.values())):
             raise UnsupportedError(
-                "A call of the model in `generate` had position_ids that are not the count over its mask, or a mask "
-                "that hides a new token, though `generate` was given no position_ids. A logits processor, or another "
-                "part of the loop, calls the model with its own. Pass position_ids to `generate`, whose steps are then "
-                "read one by one."
+                "A call of the model in `generate` had position_ids that differ from the count over its mask, or a "
+                "mask that hides a new token, although `generate` was given no position_ids. A logits processor, or "
+                "other code in the loop, passes its own. Pass position_ids to `generate`: the position_ids of each "
+                "step are then read."
             )
 
 
@@ -277,7 +277,7 @@ def counted_tokens(mask: Tensor) -> Tensor:
 
 
 _POSITIONS = "_hf_posenc_positions"
-#: The attribute of a cache that tells a compiled graph of positions that it cannot read.
+#: The attribute of a cache that informs a compiled graph about positions that it cannot read.
 _GIVEN = "_hf_posenc_given_positions"
 #: The attribute of a cache that a compiled graph has continued, whose keys are therefore not those that were seen.
 _CONTINUED = "_hf_posenc_continued"
@@ -299,7 +299,7 @@ class CachedPositions:
         mask: `(batch, length)`, the padding mask over which the positions were counted, if `ids` is `None`; `None` if
             they follow from the slots.
         by_next_mask: whether they are counted over the mask of the next call instead.
-        even: whether all real tokens are as far apart as their slots; `None` if nobody has looked.
+        even: whether all real tokens are as far apart as their slots; `None` if this was not checked.
         evicted: whether the cache dropped some of the tokens while it took in the new ones.
     """
 
@@ -323,14 +323,14 @@ class CachedPositions:
 
 
 class SeenKeys:
-    """The keys of a cache at one moment, from which later changes are told.
+    """The keys of a cache at one moment, by which later changes are detected.
 
     Args:
         keys: of the layers that have keys; at least one. `None` for one that no longer exists.
         length: the cached length of the last layer if it is a number, or `None`.
         window: the window of the last layer, which keeps one key less; 0 if it keeps all.
         last: the keys of the last layer.
-        written: of each layer, whether somebody has written to its keys since.
+        written: for each layer, whether other code has written to its keys since.
     """
 
     def __init__(

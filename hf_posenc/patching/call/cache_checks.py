@@ -1,8 +1,8 @@
 """Refusing caches, packed rows and positions that a scheme cannot encode correctly.
 
 The scheme with which the tokens of a cache were encoded is a note about the cache. Keys of another scheme usually have
-the same shape, so nothing else shows that they do not suit. A cache with tokens but without a scheme was filled before
-the model was patched, or was put together by someone else.
+the same shape, so only this note shows that they do not fit. A cache with tokens but without a scheme was filled before
+the model was patched, or was put together by other code.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def refuse_in_stock(scheme: SchemeConfig) -> None:
     for cache in caches_with(SCHEME, scheme):
         if not isinstance(vars(cache).get("update"), _RefusedInStock):
             cache.update = _RefusedInStock(cache, scheme.name, vars(cache).get("update"))
-            # A model that gets the scheme again looks at the cache once more.
+            # A model that gets the scheme again checks the cache again.
             set_note(cache, SCHEME, copy.copy(scheme))
 
 

@@ -29,7 +29,7 @@ from hf_posenc.schemes.weights import exporting, gradients_may_be_shared, traced
 if TYPE_CHECKING:
     from hf_posenc.patching.call.interface_attention import InterfaceAttention
 
-#: All that decides how attention is computed, except the numbers and the parts of the scheme.
+#: Everything that determines how attention is computed, except tensor values and the parts of the scheme.
 Arguments = tuple[Any, ...]
 
 

@@ -86,7 +86,7 @@ class CrossAttention(Rebound):
         if state.query_length != query.shape[2]:
             raise UnsupportedError(
                 f"{type(self.module).__name__} has {query.shape[2]} queries in a call with {state.query_length} "
-                "tokens, so their positions are unknown."
+                "tokens, so their positions are unknown. Leave out cross_attention."
             )
         query_key_map, bias = self.encoding.query_key_map, self.encoding.logit_bias
         if query_key_map is not None:

@@ -7,7 +7,7 @@ Any cache may drop tokens if its layers state which positions they still hold:
 - `cache.expect_positions(position_ids)`, if the cache has it, is called before each call with the positions of the new
   tokens, `(batch or 1, query_len)` int64, negative at padding.
 
-The keys of a layer stand in the order of their slots. Its `get_mask_sizes(query_len)` returns the number of all keys of
+The keys of a layer are in the order of their slots. Its `get_mask_sizes(query_len)` returns the number of all keys of
 the call, and the slot of the first one as if they were the last slots up to the newest token.
 """
 
@@ -83,7 +83,7 @@ def evicting_state(
         cache: the cache.
         stack: the stack that is called.
         tokens: `(batch, query_len, ...)`, its tokens.
-        given: `(batch or 1, query_len)`, the `position_ids` of the call, or `None`: they go on from the cached ones.
+        given: `(batch or 1, query_len)`, the `position_ids` of the call, or `None`: they continue from the cached ones.
         mask: the mask of the call, or `None`.
 
     Returns:
@@ -91,7 +91,7 @@ def evicting_state(
         column for each slot up to the newest token, if the mask has two axes, else `None`.
     """
     if tokens is None:
-        raise UnsupportedError(f"A {type(cache).__name__} drops tokens, and this call has frames or patches instead.")
+        raise UnsupportedError(f"A {type(cache).__name__} drops tokens, not frames or patches. Use another cache.")
     if given is not None and given.is_floating_point():
         raise UnsupportedError(
             f"A {type(cache).__name__} drops tokens by their positions, which must be integers, and these position_ids "
@@ -176,7 +176,7 @@ class _SinkLayer(DynamicLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Number of tokens so far, which is where the text goes on."""
+        """Number of tokens so far, which is where the text continues."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class SinkCache(Cache):
 
     - With the scheme `attention_sinks` of the same `sinks` and `window`, results equal those of the whole text, and the
       sinks are seen from the end of the window. A cache that keeps less than the scheme sees is refused. Angles of
-      rotations are computed in float32 from positions that go on growing, so rounding makes them wrong by up to 0.004
+      rotations are computed in float32 from positions that keep growing, so rounding makes them wrong by up to 0.004
       radians after 100,000 tokens, and 0.03 after a million.
     - With another scheme, every query sees the keys that are in the cache at their own distance. The new tokens of one
       call see each other, so long prompts are read in pieces (`prefill_chunk_size`) if memory must stay bounded.

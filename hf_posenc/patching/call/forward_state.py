@@ -212,7 +212,7 @@ class ForwardState:
     def replica(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         device = self.device
-        # Most parts have no submodules, and every layer asks.
+        # Most parts have no submodules, and this runs in every layer.
         weights: list[Tensor | None] = []
         for module in modules_of(part) if part._modules else (part,):
             weights += (*module._parameters.values(), *module._buffers.values())
@@ -280,7 +280,7 @@ class ForwardState:
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
 
     def counted_by_model(self, ids: Tensor) -> Positions:
-        """Positions that the model itself has computed from its slots. Where reading them costs nothing, they are."""
+        """Positions that the model itself has computed from its slots, bounded without reading a device."""
         positions = self.with_lengths(ids)
         if ids.is_cpu or self.position_ids is not None or self.end is None:
             return positions
@@ -496,5 +496,5 @@ def for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
         return position_ids.expand(-1, tokens.shape[1])
     raise ValueError(
         f"position_ids has the shape {tuple(position_ids.shape)}, but this call has {tokens.shape[1]} new tokens in "
-        f"each of {tokens.shape[0]} rows. Pass a position for each of them; those of cached tokens are known."
+        f"each of {tokens.shape[0]} rows. Pass a position for each of them, without the cached tokens."
     )

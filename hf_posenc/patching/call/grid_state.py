@@ -331,8 +331,8 @@ def places_in_sequence(
     """The places of the new tokens in the sequence, for schemes with one axis.
 
     The patches of an image share one time, and the text after an image continues from its longest side. Time is
-    therefore no place in the sequence. A row with an image has the places of the mask or the slots. A row without one
-    has the positions that were passed.
+    therefore not a place in the sequence. A row with an image has the places of the mask or the slots. A row without an
+    image has the positions that were passed.
 
     Args:
         position_ids: `(axes, batch, query_len)`; with four axes, the first is the place in the sequence.

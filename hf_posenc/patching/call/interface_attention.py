@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 
 class Rebound(PlacedForward):
-    """Base class of what runs the forward of an attention module with other globals, whose interface calls `attend`.
+    """Base class for running the forward of an attention module with other globals, whose interface calls `attend`.
 
-    No copy takes the rebound forwards along. They are made in advance, so that torch.compile does not trace it.
+    Copies do not contain the rebound forwards. These are made in advance, so that torch.compile does not trace this.
     """
 
     #: The attributes that hold the forwards.
@@ -106,7 +106,7 @@ class Rebound(PlacedForward):
         if reads and self.is_other_code:
             raise UnsupportedError(
                 f"{type(self.module).__name__} is not a class of transformers, and its attention function is called "
-                "with scaling=1. This scheme reads the numbers of queries and keys, and it is not known what they were "
+                "with scaling=1. This scheme reads the values of queries and keys, and it is not known what they were "
                 "multiplied with before. Pass the factor as scaling, or declare it with hf_posenc.register_architecture"
                 f"({self.module.config.model_type!r}, architecture=Architecture(operand_factors=...))."
             )
@@ -323,7 +323,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         mask: Any,
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        """All that decides how attention is computed, except the numbers and the parts of the scheme."""
+        """Everything that determines how attention is computed, except tensor values and the parts of the scheme."""
         shapes = (query.dtype, query.shape, key.shape, query.device, call.rotations)
         settings = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), *shapes)
         causal = getattr(self.module, "is_causal", None)

@@ -40,7 +40,7 @@ class Regularity:
     Args:
         irregular: whether positions differ from those implied by the mask and the slots.
         even: whether all real tokens are as far apart as their slots; a 0-dim boolean tensor in a compiled graph,
-            which cannot inspect it; `None` if nobody has looked.
+            which cannot inspect it; `None` if this was not checked.
     """
 
     irregular: bool
@@ -155,7 +155,7 @@ def _records_nothing(state: ForwardState) -> bool:
 
 
 def bound_of_unread(state: ForwardState) -> int | None:
-    """A number that all positions of a call on a device are below, if nobody has read whether they have gaps.
+    """An upper bound of the positions of a call on a device, if it was not read whether they have gaps.
 
     They are counted over a mask, or are the numbers of patches.
     """
@@ -181,7 +181,7 @@ def _check_positions(state: ForwardState) -> None:
 
 
 def _is_even(state: ForwardState) -> bool | Tensor:
-    """Whether all real tokens of a call are as far apart as their slots, read from a device if somebody asks."""
+    """Whether all real tokens of a call are as far apart as their slots, read from a device if a caller asks."""
     spacing = regularity(state)
     if spacing.even is None and spacing.irregular:
         query_ids = state.positions().ids
@@ -321,8 +321,8 @@ def _goes_on(state: ForwardState) -> bool:
 def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, query_ids: Tensor) -> bool | Tensor:
     """0-dim bool: whether positions differ from the slots under a mask that does not show which tokens are padding.
 
-    Of such a call only the newest positions are compared otherwise, as if cached tokens stood right before them.
-    Whether cached tokens have the positions of their slots is told from the mask of their call.
+    Otherwise only the newest positions of such a call are compared, as if cached tokens were directly before them. The
+    mask of their call shows whether cached tokens have the positions of their slots.
     """
     offset = state.offset
     if not state.mask_hides_padding or not isinstance(offset, int) or state.held is not None:
@@ -335,7 +335,7 @@ def _moved_behind_mask(state: ForwardState, known: CachedPositions | None, query
 def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:
     """0-dim bool: whether a mask shows other cached tokens than when they were cached; `None` if there is no doubt.
 
-    Their positions are those of that time.
+    Cached tokens keep the positions that they had then.
     """
     if known.ids is not None or known.by_next_mask or offset is None:
         return None
@@ -372,12 +372,12 @@ def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
 
 
 _UNKNOWN_POSITIONS = (
-    "position_ids of this call or of cached tokens differ from those of the mask or the slots and were not recorded. "
+    "position_ids of this call or of cached tokens differ from the count over mask or slots and were not recorded. "
     "Pass the whole sequence with use_cache=False, or leave out position_ids or torch.compile when filling the cache."
 )
 _OTHER_TOKENS = (
-    "The mask of this call shows other cached tokens than the mask with which they were cached, which counts their "
-    "positions anew. Pass position_ids to every call that continues this cache."
+    "The mask of this call shows different cached tokens than the mask with which they were cached, so the count over "
+    "it gives them other positions. Pass position_ids to every call that continues this cache."
 )
 _NOT_CONTINUED = (
     "The positions of the cached tokens reach {}, but the first token of this call would stand at {}, which is counted "

@@ -1,6 +1,6 @@
 """The changes that a scheme makes to the logits of one attention layer: distance biases, and the scale.
 
-A bias of distances is computed by slots where their distances are those of positions.
+A distance bias is computed from slots where distances between slots equal those between positions.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class LogitSite(PlacedForward):
         return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
 
     def _counted(self, state: ForwardState, query_length: int, key_length: int) -> tuple[Tensor, int]:
-        """`(batch, query_len, key_len)`: the distances of pairs, plus a number of which none is farther."""
+        """`(batch, query_len, key_len)`: the distances of pairs plus a bound of them, and this bound."""
         span = bound_of_unread(state)
         assert span is not None
 
@@ -345,7 +345,7 @@ class LogitSite(PlacedForward):
 def _with_places_of_padding(ids: Tensor) -> Tensor:
     """Positions `(batch or 1, length)` in which padding continues those of real tokens, if none of these has gaps.
 
-    The bias of padding then equals that by slots. Nobody uses it, but outputs at padding are the same on all devices.
+    The bias of padding then equals that by slots. It has no use, but outputs at padding are the same on all devices.
     """
     slots, real = torch.arange(ids.shape[1], device=ids.device), ids >= 0
     least, most = shifts(ids, real)
@@ -373,7 +373,7 @@ def form_of_places(biases: Sequence[DistanceBias], queries: Tensor, keys: Tensor
 
 
 def wrong_shape(part: Part, values: Tensor, expected: str) -> ValueError:
-    """The error for an own part that returns values with another number of axes, which torch might broadcast."""
+    """The error for a custom part that returns values with another number of axes, which torch might broadcast."""
     return ValueError(f"{type(part).__name__} returned the shape {tuple(values.shape)}; expected {expected}.")
 
 

@@ -1,4 +1,4 @@
-"""What stands in for the modules that use positions: tables, the first layer's input in models without, rotary modules.
+"""Replacements for modules that use positions: tables, the first layer's input in models without, rotary modules.
 
 A position table is an nn.Embedding-like module in which an architecture looks up positions. Their `forward` signatures
 differ (position ids, a mask and a length, the input ids, an input shape), and so does the row of the first token. To
@@ -143,7 +143,7 @@ class TableSite(PlacedForward):
 def _appended(runtime: StackRuntime, state: ForwardState, length: int) -> int:
     """How many of the `length` tokens of a module are padding that the architecture has appended.
 
-    With fewer tokens than there are, all of them are (Longformer with `inputs_embeds`).
+    If the call has more tokens than `length`, all of them are (Longformer with `inputs_embeds`).
     """
     more = length - state.query_length if runtime.appends_padding else 0
     return length if more < 0 else more

@@ -1,6 +1,6 @@
-"""Layers that others call themselves, outside the forward of their stack: a loop over layers, a calibrating tool.
+"""Layers that are called outside the forward of their stack, such as by a loop over layers or a calibration tool.
 
-Nobody has resolved the positions of such a call. They follow from the arguments of the layer: its `position_ids`, its
+The positions of such a call are not resolved yet. They follow from the arguments of the layer: its `position_ids`, its
 mask, and the number of tokens that its cache holds.
 """
 

@@ -28,7 +28,7 @@ from hf_posenc.patching.forwards import parameters_of
 
 PREFIX = "paged|"
 EAGER = "eager"
-#: The argument by which the calls of continuous batching are told.
+#: The argument that identifies calls of continuous batching.
 PAGES = "read_index"
 #: Arguments in which continuous batching describes the requests to an attention function.
 _REQUEST_ARGUMENTS = (
@@ -177,7 +177,7 @@ def attend_pages(
     """Computes the attention of all requests in one row, whose keys were read from their pages.
 
     Args:
-        attend: computes the attention of one or more requests as of a call of their own.
+        attend: computes the attention of one or more requests as if they were a separate call.
         call: the call of the layer.
         kernel: the call of the attention function.
         query: `(1, heads, new tokens, width)`, those of all requests.

@@ -1,4 +1,4 @@
-"""What the biases of one attention layer that read pairs need: places of keys, features, and rotations by the input."""
+"""The inputs of the pairwise biases of one attention layer: places of keys, features, and rotations by the input."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PairwiseSite(LogitSite):
             POOLED_PATCHES.refuse(self.encoding.needs(), subject)
 
     def find_features(self, call: LayerCall, query_length: int, key_length: int) -> None:
-        """Computes the features of the keys unless the cache had them. Without a cache the new keys are all there are.
+        """Computes the features of the keys unless the cache had them. Without a cache there are only new keys.
 
         Raises:
             UnsupportedError: if there are cached keys, whose features are unknown.
@@ -108,7 +108,7 @@ class PairwiseSite(LogitSite):
             key: `(batch, key_value_heads, query_len, head_dim)`.
             features: those of the new tokens.
             cached: those of cached tokens, or `None` if there are none, or if they are not needed.
-            in_slots: whether `cached` has room for the new tokens, and their slots are a tensor.
+            in_slots: whether `cached` includes slots for the new tokens, and their numbers are a tensor.
         """
         assert self.encoding.rotation_before_cache is not None
         rotation, state, new = call.state.replica(self.encoding.rotation_before_cache), call.state, key.shape[-2]
@@ -124,7 +124,7 @@ class PairwiseSite(LogitSite):
                 keys, _ = self._places(state, new, length, as_cached=True)
                 if not traced() and length > new and is_accepted(state.cache_object):
                     before = keys.ids[:, :-new]
-                    # Some of the tokens whose angles cached keys were rotated by are gone.
+                    # Some of the tokens by whose angles cached keys were rotated have been dropped.
                     if bool(((before >= 0).sum(-1) <= before.amax(-1)).any()):
                         EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
                 call.rotation = rotation.factors(features, keys, key.dtype, cached)

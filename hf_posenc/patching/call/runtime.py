@@ -231,8 +231,8 @@ class StackRuntime:
         self.reads_position_ids = "position_ids" in forward_parameters(type(stack.module))
         #: What the tokens of the stack are.
         self.layout = stack.layout
-        #: Has the view as which the stack's own forward runs, with other tables or another number of frames; `None` if
-        #: it runs as it is. Set while the scheme is in place.
+        #: Holds the view on which the stack's own forward runs, with other tables or another number of frames; `None`
+        #: if it runs unchanged. Set while the scheme is in place.
         self.viewed: Viewed | None = None
         #: Whether the stack appends padding, until the number of its tokens is a multiple of a window or a block.
         #: What is added to such tokens has no effect, so they get zeros.
@@ -308,7 +308,7 @@ class StackForward(PlacedForward):
         return type(self.module).forward.__code__
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward of the stack, as a view of it if tables or the number of frames have to be others."""
+        """Runs the forward of the stack, on a view of it if tables or the number of frames must differ."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         viewed = self.runtime.viewed

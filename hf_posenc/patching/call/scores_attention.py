@@ -126,7 +126,7 @@ class ScoresAttention(Rebound, AttentionSite):
         return output
 
     def without_compiling(self) -> Any:
-        """Context manager in which functions that other code compiles by itself show their products to the mode."""
+        """Context manager in which functions that other code compiles run uncompiled, as the mode needs."""
         apart = self.is_other_code and not torch.compiler.is_compiling()
         return torch.compiler.set_stance("force_eager") if apart else nullcontext()
 

@@ -224,7 +224,7 @@ def _is_active() -> bool:
 
 
 def _refuse_other_calls(stack: nn.Module, length: int) -> None:
-    """Refuses what would need more than the keys of one call, up to that of each query."""
+    """Refuses calls that need more than the keys of one call, up to that of each query."""
     if not length:
         raise UnsupportedError(
             f"{_WITH_BIAS}this call continues a cache, or its tokens are not those of a text. Pass whole texts with "

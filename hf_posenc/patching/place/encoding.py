@@ -339,7 +339,7 @@ class PositionEncoding(AddedModule):
         return shortest(part.length_reach for part in self.parts(stacks))
 
     def weights(self) -> dict[str, Tensor]:
-        """What is saved of the scheme: its parameters, and the persistent buffers of own parts, by name."""
+        """What is saved of the scheme: its parameters, and the persistent buffers of custom parts, by name."""
         computed = {id(buffer) for _, _, buffer in computed_buffers(self)}
         weights = (*self.named_parameters(), *self.named_buffers())
         return {name: weight for name, weight in weights if id(weight) not in computed}

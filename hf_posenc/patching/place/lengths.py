@@ -149,7 +149,7 @@ def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int, 
         encoding: the encoding in force.
         model: the model.
         length: number of tokens.
-        part: the part whose length it is; by default the one that a model's length refers to.
+        part: the part whose length is set; by default the one that a model's length refers to.
 
     Raises:
         SequenceLengthError: if the scheme cannot encode this length.

@@ -1,8 +1,8 @@
 """The record of what was placed in one stack of a model, and checks that its layers are unchanged.
 
-After a patch, others may replace the forward of an attention module or of its class, add, drop, move or share layers,
-or change a field of the config that has no effect any more. The record of a stack describes the first difference. It is
-checked before each call in which something has changed since the last one.
+After a patch, other code may replace the forward of an attention module or of its class, add, drop, move or share
+layers, or change a field of the config that has no effect any more. The record of a stack describes the first
+difference. It is checked before each call in which something has changed since the last one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"
-#: Training calls that a module may miss in a row. A module dropped in 9 of 10 calls does so once in 40,000 times.
+#: Training calls that a module may miss in a row. If dropped in 9 of 10 calls, it misses so many once in 40,000 times.
 _MISSED_IN_TRAINING = 100
-#: Held during a search. Two threads whose first calls searched at once would await layers that the other has run.
+#: Held during a search. Two threads that search at once in their first calls would await layers that the other has run.
 _SEARCHING = threading.RLock()
 _REPLACED = (
     "was replaced after patch_model, and the scheme was placed in the code that it had before. Restore it. Or call "
@@ -146,7 +146,7 @@ class StackRecord:
                 f"({names[0]}; {len(names)} in all): they have the values that patch_model gave them. The adapter is "
                 "trained with an untrained scheme. To train both, call hf_posenc.recipes.add_lora(model, config) "
                 "instead of get_peft_model, or model.get_base_model().position_encoding.requires_grad_(True) after it. "
-                "To keep these numbers, call model.position_encoding.requires_grad_(False) before it."
+                "To keep these values, call model.position_encoding.requires_grad_(False) before it."
             )
 
     def refuse_unattended(self) -> None:

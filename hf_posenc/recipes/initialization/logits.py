@@ -113,8 +113,8 @@ def recorded_heads(
         if isinstance(site, AttentionSite) and site.encoding.shard is not None:
             raise UnsupportedError(
                 "The layers of this model are split over several processes (tensor parallelism), so that none of them "
-                "has the logits of all heads, to which the new scheme would be fitted. Swap the scheme of a model that "
-                'is loaded without tp_plan, save it, and load that with tp_plan, or pass initialization="default".'
+                "has the logits of all heads, which fitting needs. Swap the scheme of a model that is loaded without "
+                'tp_plan, save it, and load the saved model with tp_plan, or pass initialization="default".'
             )
     with evaluation_mode(anatomy.model), _recording(layers_of(encoding, part), biases) as recorders:
         for module in readers_of(anatomy, part):

@@ -184,7 +184,7 @@ class LearnedGridEncoding(LearnedTable):
             needed = tuple(max(coordinate + 1, size) for coordinate, size in zip(largest, self.grid, strict=True))
             raise ValueError(
                 f"Tokens are at coordinates up to {tuple(largest)}, outside of the learned grid of {by(self.grid)}, "
-                f"and the size of their grid is unknown, so that it cannot be resized. Patch with grid={needed}."
+                f"and the size of their grid is unknown, so the table cannot be resized. Patch with grid={needed}."
             )
 
     @torch.no_grad()

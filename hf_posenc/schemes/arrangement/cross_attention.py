@@ -61,7 +61,7 @@ def across(config: SchemeConfig, cross_attention: SchemeLike | Literal[True]) ->
         return CrossAttentionConfig(config, as_scheme(cross_attention, "cross_attention"))
     if isinstance(config, LayeredConfig | PartsConfig) or names_native(config):
         raise ValueError(
-            f"cross_attention=True stands for the scheme itself, and {config.name!r} is not one that cross-attention "
-            "could have. Name the scheme: cross_attention='alibi'."
+            f"cross_attention=True stands for the scheme itself, but cross-attention cannot use {config.name!r}. Name "
+            "another scheme: cross_attention='alibi'."
         )
     return CrossAttentionConfig(config, config)

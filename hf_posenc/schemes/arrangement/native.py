@@ -15,8 +15,8 @@ from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")
 ONLY_WINDOWS_ROTATE = (
-    "In this model only layers with a window rotate, and no distance in them grows with the text, so their rotation "
-    "needs no change."
+    "In this model only layers with a sliding window rotate. Distances in a window do not grow with the text, so their "
+    "rotation needs no change."
 )
 
 
@@ -32,8 +32,8 @@ class NativeConfig(SchemeConfig):
             `NativeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=8192))`, or on the command line
             `native:scaling={"type":"yarn","factor":4.0,"original_max_positions":8192}`. All other options, such as
             `theta`, are those of the stock model. Layers with a sliding or chunked window keep what they have, because
-            no distance in them grows with the text; a config that gives each layer its own scheme is taken literally.
-            `None` changes nothing.
+            distances in a window do not grow with the text; a config that gives each layer its own scheme is taken
+            literally. `None` changes nothing.
 
     Raises:
         UnknownNameError: for an unknown type of scaling.

@@ -136,8 +136,8 @@ class AlibiConfig(SchemeConfig):
         super().__post_init__()
         if self.axes > 1 and self.variant in ("causal", "asymmetric"):
             raise ValueError(
-                f"AlibiConfig.variant is {self.variant!r}, which is about earlier and later tokens, but on {self.axes} "
-                "axes no token is earlier than another. Use 'symmetric' or 'auto', or axes=1."
+                f"AlibiConfig.variant is {self.variant!r}, which distinguishes earlier and later tokens, but on "
+                f"{self.axes} axes no token is earlier than another. Use 'symmetric' or 'auto', or axes=1."
             )
 
     @property

@@ -157,15 +157,14 @@ class DisentangledConfig(SchemeConfig):
         d           = clip(i - j, -max_distance, max_distance - 1) + max_distance
 
     The second product is "content to position" (c2p), the third is "position to content" (p2c). With one of them the
-    divisor is `sqrt(2)`. In DeBERTa itself, whose own factor is `(3 head_dim) ** -0.5`, nothing more is divided. The
-    paper indexes `Q` with the distance of (j, i). The authors' code and transformers index it with that of (i, j), as
-    here.
+    divisor is `sqrt(2)`. DeBERTa's own factor is `(3 head_dim) ** -0.5`, so nothing more is divided there. The paper
+    indexes `Q` with the distance of (j, i). The authors' code and transformers index it with that of (i, j), as here.
 
     `K` and `Q` are `(heads, 2 * max_distance, head_dim)`, without the first half in a causal model. Every layer has its
     own. In DeBERTa they are the products of one table of all layers with projections of each layer, which are the
     layer's own query and key projections in version 2 and 3 (`share_att_key`). `native_scheme` finds the options, and
     patching a DeBERTa with them copies these products, after which they are trained as they are. DeBERTa's dropout of
-    the table is left out. Next to other schemes, the divisor applies to their biases too.
+    the table is left out. If other schemes are combined with it, the divisor applies to their biases too.
 
     With `buckets`, which DeBERTa-v2 introduced, distances of more than `h = buckets // 2` tokens share vectors, and
     there are `2 * buckets` of them::

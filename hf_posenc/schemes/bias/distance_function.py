@@ -144,7 +144,7 @@ def distance_bias(
 def config_of_function(function: Callable[..., Tensor], per_layer: bool = False, causal_only: str = "") -> Any:
     """The config class of a function of the distance, as `distance_bias` registers it."""
     if not inspect.signature(function).parameters:
-        raise ValueError(f"{function.__name__} takes no distance: the first parameter of a `distance_bias` is one.")
+        raise ValueError(f"{function.__name__} has no parameters; the first of a `distance_bias` is the distance.")
     _, *parameters = inspect.signature(function).parameters.values()
     options = [parameter for parameter in parameters if parameter.name not in _OF_PLACE]
     learned = frozenset(parameter.name for parameter in options if isinstance(parameter.default, LearnedPerHead))

@@ -104,7 +104,7 @@ class TupeConfig(SchemeConfig):
 
     `p` are learned vectors after a layer norm; `U_q` and `U_k` project them, with offsets as in the authors' code
     (github.com/guolinke/TUPE). All three are shared by the layers. Each of the two products has the variance of a usual
-    logit, hence the 2.
+    logit, so the divisor contains a 2.
 
     In an encoder, the first token is `[CLS]`, which sees everything: pairs with it as the query have one number per
     head, and pairs with it as the key another. TUPE-R adds T5's bias: `["tupe", "t5"]`. In the paper, T5's bias is not

@@ -21,12 +21,12 @@ class AttentionSinksConfig(FarPositionsConfig):
         min(i, sinks + window - 1) - j  otherwise, if j < sinks: they stay where they are once the cache is full
         (hidden)                        otherwise
 
-    A model that was trained without such a window can then go on reading at its trained distances, because a trained
-    model puts much of its attention on the first tokens. It does not remember what has left the window. It
+    A model that was trained without such a window can then continue to read at its trained distances, because a trained
+    model puts much of its attention on the first tokens. It does not remember tokens that have left the window, and
     needs no training. `hf_posenc.SinkCache` has the same memory at any length; with another cache or without one, the
     results are the same. The official code counts a window without the query's own token (`recent_size = window - 1`),
-    and in a call of several tokens, its sinks come nearer than here. As an extension of the paper, distance biases
-    other than `alibi` are supported too, and models without positions. `sinks=0` is a sliding window.
+    and in a call of several tokens, its sinks are nearer than here. As an extension of the paper, distance biases other
+    than `alibi` are supported too, and models without positions. `sinks=0` is a sliding window.
 
     Args:
         inner: a rotation proportional to positions (`rope` with any scaling, `p_rope`), a distance bias, or both; or

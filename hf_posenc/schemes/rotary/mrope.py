@@ -82,7 +82,7 @@ class MRopeConfig(RotaryConfig):
     the full spectrum: in the heads of axis `a`, pair `m` turns by `P_a theta**(-2m / rotary_dim)`. Key heads past the
     sections are not rotated.
 
-    With `spatial_reset` (the same paper), height and width start at 0 in each image, while time goes on. If the first
+    With `spatial_reset` (the same paper), height and width start at 0 in each image, while time continues. If the first
     patch of an image is at `(o, o, o)`, its patches are read as::
 
         (t, h, w) -> (t, h - o, w - o)

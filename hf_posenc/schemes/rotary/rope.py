@@ -30,7 +30,7 @@ from hf_posenc.schemes.weights import Layers
 
 #: The end of an error message about a rotation that cannot be scaled, after its name.
 STATED_BY_FREQUENCIES = (
-    "is stated by its frequencies and not by theta, which a scaling needs. A model whose buffers were cast, by "
+    "is given by a list of frequencies and not by theta, which a scaling needs. A model whose buffers were cast, by "
     "model.to(torch.bfloat16) for example, reads like this too: load it with from_pretrained(dtype=...) or build it "
     "with from_config(config, dtype=...) instead, or patch it with 'rope' and its theta."
 )

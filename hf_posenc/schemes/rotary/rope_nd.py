@@ -187,7 +187,7 @@ class RopeNdConfig(SchemeConfig):
     "split"        blocks too, but axis `a` gets frequency `a`, `a + axes`, ... of the one spectrum of RoPE (Pixtral)
     "interleaved"  the frequencies of "split", in the order of RoPE: pair `m` belongs to axis `m mod axes`
     "alternating"  the frequencies of "block", in the order of "interleaved" (Kimi K2.5)
-    "golden"       `theta**(-m / pairs)` times a unit vector, of which no two agree (jerryxio.ng/posts/nd-rope)
+    "golden"       `theta**(-m / pairs)` times a unit vector, different for each pair (jerryxio.ng/posts/nd-rope)
     "mixed"        all learned, per layer (RoPE-Mixed): initialised as "block", rotated in a random direction
     =============  ====================================================================================
 

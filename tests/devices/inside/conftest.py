@@ -1,6 +1,6 @@
 """Tests of devices other than the CPU.
 
-`tests/devices/test_strict_device.py` runs them on the strict device, in processes of their own. On a GPU:
+`tests/devices/test_strict_device.py` runs them on the strict device, in separate processes. On a GPU:
 
     python -m pytest tests/devices/inside --device cuda --placement one -m "slow or not slow"
 

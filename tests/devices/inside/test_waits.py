@@ -176,7 +176,7 @@ def test_models_of_images_and_encoders_do_not_wait(subject: str, scheme: str) ->
 @pytest.mark.parametrize("scheme", ["t5", "alibi"])
 @torch.no_grad()
 def test_a_native_bias_is_not_compared_from_layer_to_layer(scheme: str) -> None:
-    """Each layer of UMT5 has a bias of its own, in whose place is a zero."""
+    """Each layer of UMT5 has a separate bias, which is replaced by a zero."""
     with torch.device("cpu"):
         model = placed(tiny("UMT5ForConditionalGeneration").eval(), SCHEMES[scheme]).to(spreading.first())
     assert not waits(lambda: model(input_ids=tokens(), decoder_input_ids=tokens()))

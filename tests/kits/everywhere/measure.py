@@ -205,7 +205,7 @@ def _states(session: Session, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def timed(exports: Mapping[str, Places], prompt: Sequence[int], plan: Plan) -> Iterator[Record]:
-    """Times the exports of all variants, beside those of the first one."""
+    """Times the exports of all variants, and those of the first one for comparison."""
     for program in _TIMED:
         places = {name: place for name, forms in exports.items() if (place := forms[EXPORTS[program]]) is not None}
         runs = {name: partial(programs.times, program, place) for name, place in places.items()}

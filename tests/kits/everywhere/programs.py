@@ -1,4 +1,4 @@
-"""The programs that run exports: what each predicts after a text, writes, embeds, and how long it takes."""
+"""The programs that run exports: their predictions, texts and embeddings, and how long they take."""
 
 from __future__ import annotations
 

@@ -3,6 +3,6 @@
     python -m tests.kits.gpu --output_dir docs/results/gpu
     python -m tests.kits.gpu --smoke
 
-Each part has cells, which run in processes of their own and get a row each in the file of the part. Neither an
+Each part has cells, which run in separate processes and get a row each in the file of the part. Neither an
 exception nor a crashed process nor a hanging compiler ends a run.
 """

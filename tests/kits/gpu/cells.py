@@ -1,4 +1,4 @@
-"""Runs the cells of a part in processes of their own, and writes a row for each."""
+"""Runs the cells of a part in separate processes, and writes a row for each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Block:
             start = time.monotonic()
             try:
                 row = self.part.run(cell)
-            # Whatever it is, it is told in the results, and the next cell is run.
+            # Any error is recorded in the results, and the next cell is run.
             except Exception as error:
                 row = _failed(error)
             rows[cell] = row | {"cell": cell, "seconds": round(time.monotonic() - start, 2)}

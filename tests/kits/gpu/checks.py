@@ -109,7 +109,7 @@ def _gradients(bench: Bench) -> Found:
     errors = torch.stack(
         [(computed[name] - gradient).norm() / max(float(gradient.norm()), least) for name, gradient in wanted.items()]
     )
-    # As if each weight were a token whose vector has the length 1.
+    # This treats each weight as a token with a vector of length 1.
     return (1 + errors).unsqueeze(-1), torch.ones(len(errors), 1, dtype=torch.float64)
 
 

@@ -40,7 +40,7 @@ _LIBRARY = Path(hf_posenc.__file__).parent
 
 
 class Launches(Part):
-    """Kernels and waits of every scheme, beside those of the stock model."""
+    """Kernels and waits of every scheme, and those of the stock model."""
 
     @property
     def _length(self) -> int:

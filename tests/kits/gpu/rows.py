@@ -1,4 +1,4 @@
-"""What came out of a part: a file of JSON lines, each written at once. Needs nothing but the standard library.
+"""The results of a part: a file of JSON lines, each written immediately. Only needs the standard library.
 
 A line with `machine` and `settings` begins every run of a part. Every other line is the row of a cell, and the last row
 of a cell counts.
@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.errors import BenchmarkError
 
-#: Statuses of a row. What is WRONG was computed, and differs from the reference; what CRASHED raised an error that is
-#: not the library's own refusal. A check that would not notice a missing scheme cannot tell.
+#: Statuses of a row. WRONG: computed, but different from the reference. CRASHED: raised an error that is not a refusal
+#: of the library. A check that would not notice a missing scheme is inconclusive.
 OK, WRONG, REFUSED, CRASHED, SKIPPED, CANNOT_TELL = "ok", "WRONG", "refused", "crashed", "skipped", "cannot tell"
 STATUSES = (WRONG, CRASHED, REFUSED, SKIPPED, CANNOT_TELL, OK)
 
@@ -29,7 +29,7 @@ class PartFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: What each run of the part began with.
+        #: The machine and the settings of each run of the part.
         self.headers: list[dict[str, Any]] = []
         #: By cell.
         self.rows: dict[str, Row] = {}

@@ -1,4 +1,4 @@
-"""Tests of others that a patched model fails for a reason that is right, or not this package's. Each has its reason."""
+"""Tests of other projects that a patched model may fail, each with the reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ACCEPTED: list[tuple[str, str, str, str]] = [
     (
         "alibi t5",
         "test_generate_compil|test_static_cache_no_recompile",
-        "differ from those of the mask or the slots",
+        "differ from the count over mask or slots",
         "`generate` gives tokens after right padding positions that do not follow the mask (transformers warns), and a "
         "compiled graph cannot record them",
     ),

@@ -1,4 +1,4 @@
-"""Several parts with schemes of their own: placing, removing, saving, training."""
+"""Several parts with separate schemes: placing, removing, saving, training."""
 
 from __future__ import annotations
 

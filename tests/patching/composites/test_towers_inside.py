@@ -1,4 +1,4 @@
-"""A tower inside a stack of text is not a part of the text: a patch of the text leaves its positions alone."""
+"""A tower inside a text stack is not a part of the text: a patch of the text does not change its positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of the table of schemes says, and the places its schemes are built at."""
+"""The rows of the table of schemes, and the settings in which its schemes are built."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ SPARSE: dict[tuple[str, ...], Architecture] = {
     ("reformer",): Architecture(
         unsupported=refused_if(
             lambda config: config.axial_pos_embds,
-            "with `axial_pos_embds=True` the vector of a position is joined from rows of two tables, and no scheme "
-            "acts in its attention, which is sparse. With axial_pos_embds=False it takes schemes that add vectors.",
+            "with `axial_pos_embds=True` the vector of a position is concatenated from rows of two tables, and no "
+            "scheme acts in its sparse attention. With axial_pos_embds=False it accepts schemes that add vectors.",
         ),
         attention_classes=("LSHSelfAttention", "LocalSelfAttention"),
         sparse=("LSHSelfAttention", "LocalSelfAttention"),

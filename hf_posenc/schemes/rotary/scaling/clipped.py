@@ -19,7 +19,7 @@ class ClippedScaling(OuterScaling):
 
     The `k`-th of them (`k = 0 .. n - 1`, from the fastest) turns `(1 + cos(pi k / (n - 1))) / 2` times as fast as in
     RoPE or after another scaling: the first as before, the last not at all. Defined by the authors' code, which clips
-    20 of the 64 pairs of Llama 3; the formulas of the paper were not at hand. Unlike the scalings with a factor, it
+    20 of the 64 pairs of Llama 3; the formulas of the paper were not available. Unlike the scalings with a factor, it
     states no length. The authors train the model further after clipping.
 
     Not to be confused with the scheme `cope`, contextual position encoding.
