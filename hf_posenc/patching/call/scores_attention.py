@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.cache_checks import refuse_unknown_keys
+from hf_posenc.patching.call.cache_checks import refuse_unknown_tokens
 from hf_posenc.patching.call.interface_attention import Rebound, RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -65,9 +65,11 @@ class ScoresAttention(Rebound, AttentionSite):
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             encoding = self.encoding
-            if self.is_other_code and not self.runtime.layout.has_axes:
-                refuse_unknown_keys(call.state, key.shape[-2], self.module)
             changes = not call.rotations or encoding.rotates_by_input or encoding.logit_scale is not None
+            # Queries of merged rows may have been rotated before.
+            reads_tokens = changes or adds_bias or query.shape[-2] <= call.state.query_length
+            if self.is_other_code and reads_tokens and not self.runtime.layout.has_axes:
+                refuse_unknown_tokens(call.state, query.shape[-2], key.shape[-2], self.module)
             if not changes and not adds_bias:
                 return query, key
             # The module may merge batch and heads.
@@ -120,7 +122,8 @@ class ScoresAttention(Rebound, AttentionSite):
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):
             raise unknown_seam(
                 f"{type(self.module).__name__} never multiplied queries of width {self.encoding.head_dim} with keys"
-                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect."
+                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect.",
+                self.module,
             )
         self.note_rotation(call)
         return output
