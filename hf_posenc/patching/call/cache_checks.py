@@ -112,8 +112,8 @@ def refuse_unknown_tokens(state: ForwardState, queries: int, keys: int, attentio
     if queries > state.query_length:
         raise UnsupportedError(
             f"{compares} in a call with {state.query_length} tokens in a row, so their positions are unknown: it "
-            "merges rows of the batch, or has queries that are no tokens. Compute the attention of each row on its own, with "
-            "heads of the shape (batch, heads, length, head_dim)."
+            "merges rows of the batch, or has queries that are no tokens. Compute the attention of each row on its "
+            "own, with heads of the shape (batch, heads, length, head_dim)."
         )
     layer = plain_layer(state.cache_object, getattr(attention, "layer_idx", None) or 0)
     stored = getattr(layer, "keys", None)
