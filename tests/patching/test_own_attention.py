@@ -113,6 +113,16 @@ def keys_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scores.masked_fill(~causal(query, key), torch.finfo(scores.dtype).min).softmax(-1) @ value
 
 
+def over_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = (key @ query.transpose(-1, -2)).masked_fill(~causal(query, key).T, -1e9)
+    return scores.softmax(dim=-2).transpose(-1, -2) @ value
+
+
+def largest(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = (query @ key.transpose(-1, -2)).masked_fill(~causal(query, key), -1e9)
+    return scores.masked_fill(scores < scores.topk(min(3, len(key))).values[..., -1:], -1e9).softmax(-1) @ value
+
+
 def blocks_of_the_interface(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
     query, key, value = heads
     parts = zip(query.split(16, dim=2), mask.split(16, dim=2), strict=True)
@@ -319,6 +329,14 @@ def test_queries_and_keys_of_unknown_positions_are_refused(core: Core, scheme: A
     """With a cache too: a bias took the first key for the first token, and queries for the last ones."""
     with pytest.raises(UnsupportedError, match=message):
         built(core, scheme)(tokens(2, 5), use_cache=True)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "shaw"])
+@pytest.mark.parametrize(("core", "message"), [(over_queries, "over another axis"), (largest, r"selects .* \(topk\)")])
+@torch.no_grad()
+def test_scores_that_a_bias_would_not_fit_are_refused(core: Core, message: str, scheme: Any) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        built(core, scheme)(tokens(2, 5), use_cache=False)
 
 
 @pytest.mark.parametrize("scheme", ["native", *SCHEMES])
