@@ -276,6 +276,21 @@ def test_a_submodule_that_rotates_heads_is_replaced(shape: str, shared: bool, tm
     torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
 
 
+class WithDropout(OutsideModel):
+    """Draws random numbers in evaluation."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        hidden_states = nn.functional.dropout(self.words(input_ids), 0.5, training=True)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=attention_mask)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+def test_a_rotation_beside_other_positions_is_refused_with_its_code() -> None:
+    with pytest.raises(UnsupportedError, match=rf"its code \({__name__}\) has positions .* draws random numbers"):
+        patch_model(outsider("halves", WithDropout), "alibi")
+
+
 @torch.no_grad()
 def test_a_class_may_have_the_name_of_one_of_transformers(tmp_path: Path) -> None:
     kind: Any = type("PhiForCausalLM", (OutsideModel,), {})
