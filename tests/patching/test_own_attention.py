@@ -273,14 +273,23 @@ class OwnAttention(LlamaAttention):
     """Attention that its `way` computes from queries, keys and values."""
 
     way: Core
+    #: Whether it caches keys before it rotates them, as code for endless texts does.
+    caches_first = False
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = self.q_proj, self.k_proj, self.v_proj
         query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
+        cache = options.get("cache", options.get("past_key_values"))
+        if self.caches_first and cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         key, value = (repeat_kv(one, self.num_key_value_groups) for one in (key, value))
         return self.o_proj(self.way(query, key, value).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class CachesFirst(OwnAttention):
+    caches_first = True
 
 
 class Mixer(OwnAttention):
@@ -329,6 +338,19 @@ def test_queries_and_keys_of_unknown_positions_are_refused(core: Core, scheme: A
     """With a cache too: a bias took the first key for the first token, and queries for the last ones."""
     with pytest.raises(UnsupportedError, match=message):
         built(core, scheme)(tokens(2, 5), use_cache=True)
+
+
+@torch.no_grad()
+def test_keys_that_are_rotated_behind_the_cache_are_refused() -> None:
+    """A rotation would act before the cache and behind it. A bias does not depend on where keys are cached."""
+    for scheme in ("native", "rope", "xpos"):
+        model = built(merged, scheme, CachesFirst)
+        expected = built(None, scheme)(tokens(2, 5), use_cache=False).logits
+        assert distance(model(tokens(2, 5), use_cache=False).logits, expected) <= 1e-4
+        with pytest.raises(UnsupportedError, match="CachesFirst rotates keys after it has cached them"):
+            model(tokens(2, 1), past_key_values=model(tokens(2, 5), use_cache=True).past_key_values)
+    expected = built(None, "alibi")(tokens(2, 5)).logits
+    assert distance(built(merged, "alibi", CachesFirst)(tokens(2, 5), use_cache=True).logits, expected) <= 1e-4
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "shaw"])

@@ -126,6 +126,14 @@ def refuse_unknown_tokens(state: ForwardState, queries: int, keys: int, attentio
         )
 
 
+def rotates_cached_keys(attention: nn.Module) -> UnsupportedError:
+    """The error for an attention module of other code that rotates other tokens than those of the call."""
+    return UnsupportedError(
+        f"{type(attention).__name__} rotates keys after it has cached them, and the scheme rotates them before. Rotate "
+        "keys before the cache is updated, as transformers' own classes do, or call the model with use_cache=False."
+    )
+
+
 def plain_layer(cache: Any, layer_idx: int = 0, *_: Any, **__: Any) -> Any:
     """The layer of a cache that keeps every key in its slot, or its class before it is made; `None` for other caches.
 

@@ -32,7 +32,7 @@ from hf_posenc.patching.call.attention_site import (
     without_batch,
 )
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.cache_checks import refuse_unknown_tokens
+from hf_posenc.patching.call.cache_checks import refuse_unknown_tokens, rotates_cached_keys
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
@@ -463,6 +463,11 @@ class RotaryReplacement:
             return query if key is None else (query, key)
         call = self.site.calls.top
         assert call is not None
+        if self.site.is_other_code and not self.site.runtime.layout.has_axes:
+            *heads, axis = self.rotary.tensors(args, kwargs)
+            lengths = {each.shape[axis - 4] for each in heads if each is not None}
+            if call.keys_mapped or lengths != {call.state.query_length}:
+                raise rotates_cached_keys(self.site.module)
         return self.site.rotate(call, self.rotary, args, kwargs)
 
 
