@@ -368,6 +368,29 @@ def test_attention_is_known_by_the_class_that_it_extends(scheme: Any) -> None:
     assert distance(built(merged, scheme, Mixer)(tokens(2, 9), use_cache=False).logits, expected) <= 1e-4
 
 
+class InnerAttention(torch.nn.Module):
+    """The innermost module with parameters gets heads, or the module around it."""
+
+    def __init__(self, heads_first: bool) -> None:
+        super().__init__()
+        self.gate, self.heads_first = torch.nn.Parameter(torch.ones(())), heads_first
+
+    def forward(self, *given: Any) -> Tensor:
+        query, key, value = (one for one in given if isinstance(one, Tensor))
+        return weights(query, key) @ value * self.gate
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_attention_that_gets_no_hidden_states_is_named(heads_first: bool) -> None:
+    model = with_attention(kind=OwnAttention)
+    for layer in model.model.layers:
+        inner = layer.self_attn.inner = InnerAttention(heads_first)
+        layer.self_attn.way = inner if heads_first else lambda *heads, inner=inner: inner(None, *heads)
+    given = "Tensor of 4 axes" if heads_first else "NoneType"
+    with pytest.raises(UnsupportedError, match=f"InnerAttention gets a {given} as its first argument"):
+        patch_model(model, "alibi")
+
+
 @torch.no_grad()
 def test_heads_may_be_wider_where_they_are_multiplied() -> None:
     expected = built(None, "alibi")(tokens(2, 9), use_cache=False).logits

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.cache_checks import refuse_unknown_tokens
@@ -50,7 +51,16 @@ class ScoresAttention(Rebound, AttentionSite):
         self.awaited = False
         if self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)
-        call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
+        hidden_states = args[0] if args else next(iter(kwargs.values()), None)
+        axes = hidden_states.dim() if isinstance(hidden_states, Tensor) else 0
+        if self.is_other_code and not self.runtime.layout.has_axes and axes not in (2, 3):
+            given = type(hidden_states).__name__ + (f" of {axes} axes" if axes else "")
+            raise UnsupportedError(
+                f"{type(self.module).__name__} gets a {given} as its first argument, and not the hidden states (batch, "
+                "length, hidden) of its tokens, so their positions are unknown. Compute attention in a module that "
+                "gets them, and give modules inside it names without 'Attention'."
+            )
+        call = self.begin_call(hidden_states)
         if call.state.held_by_layer:
             call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:
