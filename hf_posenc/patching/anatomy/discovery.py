@@ -225,15 +225,16 @@ def _uses_interface(forward: Any) -> bool:
 
 def _computes_scores(module: nn.Module) -> bool:
     """Whether a module is an innermost attention module: it has parameters, and the name for attention."""
-    if not _is_named_attention(module):
+    if not _is_attention(type(module)):
         return False
-    named = (each for each in module.modules() if _is_named_attention(each))
+    named = (each for each in module.modules() if _is_attention(type(each)))
     return [each for each in named if next(each.parameters(), None) is not None] == [module]
 
 
-def _is_named_attention(module: nn.Module) -> bool:
-    """Whether a module has "Attention" in the name of its class, or of a class that this one extends."""
-    return any("Attention" in kind.__name__ for kind in type(module).__mro__)
+@functools.lru_cache(maxsize=1024)
+def _is_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class, or one that it extends, has "Attention" in its name."""
+    return "Attention" in " ".join([each.__name__ for each in kind.__mro__])
 
 
 def _refuse_other_attention(stack: Stack) -> None:

@@ -51,7 +51,7 @@ class ScoresAttention(Rebound, AttentionSite):
         self.awaited = False
         if self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)
-        hidden_states = args[0] if args else next(iter(kwargs.values()), None)
+        hidden_states: Any = args[0] if args else next(iter(kwargs.values()))
         axes = hidden_states.dim() if isinstance(hidden_states, Tensor) else 0
         if self.is_other_code and not self.runtime.layout.has_axes and axes not in (2, 3):
             given = type(hidden_states).__name__ + (f" of {axes} axes" if axes else "")
