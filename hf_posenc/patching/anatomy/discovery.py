@@ -232,7 +232,7 @@ def _computes_scores(module: nn.Module) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_attention(kind: type[nn.Module]) -> bool:
+def _is_attention(kind: Any) -> bool:
     """Whether a class, or one that it extends, has "Attention" in its name."""
     return "Attention" in " ".join([each.__name__ for each in kind.__mro__])
 
