@@ -225,9 +225,10 @@ def _uses_interface(forward: Any) -> bool:
 
 def _computes_scores(module: nn.Module) -> bool:
     """Whether a module is an innermost attention module: it has parameters, and the name for attention."""
-    if not _is_attention(type(module)):
+    kinds: list[tuple[nn.Module, Any]] = [(each, type(each)) for each in module.modules()]
+    if not _is_attention(kinds[0][1]):
         return False
-    named = (each for each in module.modules() if _is_attention(type(each)))
+    named = (each for each, kind in kinds if _is_attention(kind))
     return [each for each in named if next(each.parameters(), None) is not None] == [module]
 
 
