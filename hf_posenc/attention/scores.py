@@ -51,6 +51,10 @@ _TRANSPOSITIONS = {
     *(torch.transpose, torch.swapaxes, torch.swapdims, torch.permute, Tensor.mT.__get__, Tensor.permute),  # type: ignore[attr-defined]
     *(Tensor.transpose, Tensor.swapaxes, Tensor.swapdims),
 }
+#: Functions that choose some of the keys.
+_SELECTIONS = {torch.topk, torch.sort, torch.argsort, torch.kthvalue} | {
+    *(Tensor.topk, Tensor.sort, Tensor.argsort, Tensor.kthvalue),
+}
 _SOFTMAX = {functional.softmax, torch.softmax, Tensor.softmax}
 _DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
 
@@ -111,7 +115,8 @@ class ScoresMode(TorchFunctionMode):
             return result
         given = _given(args, kwargs)
         if func is _DOT_PRODUCT_ATTENTION or (func in _SOFTMAX and self._is_over_keys(given[0])):
-            self._refuse_other_parts(func)
+            axis = kwargs.get("dim", args[1] if func in _SOFTMAX and len(args) > 1 else None)
+            self._refuse_other_parts(func, turned=self._turned or axis not in (None, -1, given[0].dim() - 1))
             self._axes = given[0].dim()
             if self.bias is not None and func in _SOFTMAX and not self.biased:
                 self.biased = True
@@ -119,6 +124,11 @@ class ScoresMode(TorchFunctionMode):
                 return func(given[0] + self._bias_like(given[0], given[0].dtype), *args[1:], **rest)
         result = func(*args, **kwargs)
         if any(value is self.scores for value in given):
+            if func in _SELECTIONS and self.bias is not None and not self.biased:
+                raise UnsupportedError(
+                    f"{self.owner} selects keys by their scores ({func.__name__}) before its softmax, where a bias is "
+                    "added, so the bias would have no part in the selection. Use a scheme without a bias."
+                )
             self._follow(func, given, result)
         return result
 
@@ -129,13 +139,14 @@ class ScoresMode(TorchFunctionMode):
             return scores.dim() == self._axes and scores.shape[-1] == self.score_shape[1]
         return scores.shape[-2:] == torch.Size(self.score_shape)
 
-    def _refuse_other_parts(self, func: Any) -> None:
+    def _refuse_other_parts(self, func: Any, *, turned: bool) -> None:
         """Refuses a second part, or scores of keys times queries, whose rows are not those of the queries."""
         if self.changes_part and (self._axes or func is _DOT_PRODUCT_ATTENTION):
             raise in_parts(self.owner)
-        if self.changes_part and self._turned:
+        if self.changes_part and turned:
             raise UnsupportedError(
-                f"{self.owner} multiplies keys by queries and then transposes the scores. Multiply queries by keys."
+                f"{self.owner} multiplies keys by queries, and then transposes the scores or takes the softmax over "
+                "another axis than the last. Multiply queries by keys."
             )
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -161,6 +161,7 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
         UnsupportedError: for the class of a part, because the scheme belongs to the whole model.
     """
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type, known = memory["model_type"], getattr(config_class, "model_type", "")
     content = f"base_model_type {model_type!r} in its {ATTRIBUTE!r} entry, but"
@@ -183,7 +184,8 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
             f"{content} transformers has no such model type",
             remedy="If it is your own model type, register its config with AutoConfig.register before loading.",
         )
-    for architecture in memory["architectures"] or []:
+    # Another package may give a class the name of one of transformers.
+    for architecture in (memory["architectures"] or []) if model_type in CONFIG_MAPPING_NAMES else []:
         types = _model_types_of(architecture)
         if types and model_type not in types:
             raise damaged(source, f"{content} {architecture} is a {' or '.join(map(repr, sorted(types)))}")

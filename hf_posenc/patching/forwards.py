@@ -193,11 +193,23 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
     return inside
 
 
-def unknown_seam(problem: str) -> UnsupportedError:
-    """Returns the error for a name, a signature or a shape that discovery does not know, given what was found."""
+def unknown_seam(problem: str, read: Any) -> UnsupportedError:
+    """Returns the error for a name, a signature or a shape that discovery does not know.
+
+    Args:
+        problem: what was found.
+        read: the function or the module in whose code it was found.
+    """
+    source = written_in(type(read).forward if isinstance(read, nn.Module) else read)
+    if source.startswith("transformers."):
+        return UnsupportedError(
+            f"{problem} It was read in transformers {transformers.__version__}, which may differ from the versions "
+            "that hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one "
+            "of these."
+        )
     return UnsupportedError(
-        f"{problem} It was read in transformers {transformers.__version__}, which may differ from the versions that "
-        "hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one of these."
+        f"{problem} It was read in {source or 'code'}, which is not part of transformers. Write it as transformers' "
+        "own models do, or declare the architecture with hf_posenc.register_architecture."
     )
 
 
@@ -392,9 +404,13 @@ def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def unrotated_heads(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a module that rotates one packed tensor, or a query and a key: returns them unchanged."""
+    """Replaces a module that rotates one packed tensor, or a query and a key: returns them unchanged.
+
+    A module of flash-attn takes a query as `qkv` if it also gets `kv`, the key and the value.
+    """
     given, (first, second) = named_arguments(module, args, kwargs), [*forward_parameters(type(module))][1:3]
-    return given[first] if first == "qkv" else (given[first], given[second])
+    second = "kv" if first == "qkv" else second
+    return given[first] if given.get(second) is None else (given[first], given[second])
 
 
 def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:

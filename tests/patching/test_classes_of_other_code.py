@@ -53,11 +53,30 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return torch.stack((self.rotated(qkv[0]), self.rotated(qkv[1]), qkv[2]))
 
 
+class TokensFirstRotaryEmbedding(RotaryEmbedding):
+    """Rotates heads `(batch, length, 3, heads, width)`, or a query and the rest, as flash-attn's module does."""
+
+    def forward(self, qkv: Tensor, kv: Tensor | None = None, offset: int = 0) -> Any:  # type: ignore[override]
+        query, key, value = qkv.unbind(2) if kv is None else (qkv, *kv.unbind(2))
+        query, key = (self.rotated(heads.transpose(1, 2)).transpose(1, 2) for heads in (query, key))
+        return torch.stack((query, key, value), 2) if kv is None else (query, torch.stack((key, value), 2))
+
+
+class MergedRotaryEmbedding(RotaryEmbedding):
+    """Rotates heads `(batch * heads, length, width)`, as Falcon's first code does."""
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.rotated(query.unsqueeze(1)).squeeze(1), self.rotated(key.unsqueeze(1)).squeeze(1)
+
+
 ROTARIES: dict[str, Any] = {
     "interleaved": lambda width: RotaryEmbedding(width, interleaved=True),
     "halves": lambda width: RotaryEmbedding(width, interleaved=False),
     "by length": lambda width: RotaryEmbedding(width, interleaved=False, longest=64),
     "one tensor": lambda width: PackedRotaryEmbedding(width, interleaved=False),
+    "tokens first": lambda width: TokensFirstRotaryEmbedding(width, interleaved=False),
+    "query and rest": lambda width: TokensFirstRotaryEmbedding(width, interleaved=False),
+    "merged": lambda width: MergedRotaryEmbedding(width, interleaved=False),
 }
 
 
@@ -76,6 +95,17 @@ class SelfAttention(nn.Module):
         query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in project)
         if isinstance(self.rotary, PackedRotaryEmbedding):
             query, key, value = self.rotary(torch.stack((query, key, value)))
+        elif isinstance(self.rotary, TokensFirstRotaryEmbedding):
+            packed = torch.stack((query, key, value)).permute(1, 3, 0, 2, 4)
+            if self.shape == "query and rest":
+                query, rest = self.rotary(packed[:, :, 0], kv=packed[:, :, 1:])
+                packed = torch.cat((query.unsqueeze(2), rest), 2)
+            else:
+                packed = self.rotary(packed)
+            query, key, value = packed.permute(2, 0, 3, 1, 4)
+        elif isinstance(self.rotary, MergedRotaryEmbedding):
+            made = self.rotary(query.flatten(0, 1), key.flatten(0, 1))
+            query, key = (heads.view(query.shape) for heads in made)
         elif self.rotary is not None:
             query, key = self.rotary(query, key)
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
@@ -237,11 +267,39 @@ def test_a_submodule_that_rotates_heads_is_replaced(shape: str, shared: bool, tm
         assert torch.equal(loaded(ids).last_hidden_state, output)
     unpatch_model(model)
     assert torch.equal(model(ids).last_hidden_state, expected)
-    if shape in ("by length", "one tensor"):
-        message = r"No scheme .* describes the rotation by Packed|does not match .* Any scheme can replace it"
-        with pytest.raises(UnsupportedError, match=message):
+    if shape == "by length":
+        with pytest.raises(UnsupportedError, match=r"does not match .* Any scheme can replace it"):
             patch_model(model, "native")
         return
     native = patch_model(model, "native").position_encoding.config
-    assert native.layout == ("half" if shape == "halves" else shape)
+    assert native.layout == ("interleaved" if shape == "interleaved" else "half")
     torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
+
+
+class WithDropout(OutsideModel):
+    """Draws random numbers in evaluation."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        hidden_states = nn.functional.dropout(self.words(input_ids), 0.5, training=True)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=attention_mask)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+def test_a_rotation_beside_other_positions_is_refused_with_its_code() -> None:
+    with pytest.raises(UnsupportedError, match=rf"its code \({__name__}\) has positions .* draws random numbers"):
+        patch_model(outsider("halves", WithDropout), "alibi")
+
+
+@torch.no_grad()
+def test_a_class_may_have_the_name_of_one_of_transformers(tmp_path: Path) -> None:
+    kind: Any = type("PhiForCausalLM", (OutsideModel,), {})
+    model = patch_model(outsider(kind=kind), "alibi")
+    model.save_pretrained(tmp_path)
+    loaded = kind.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(tokens(1, 9)).last_hidden_state, model(tokens(1, 9)).last_hidden_state)
+
+
+def test_a_module_without_a_model_of_transformers_is_named() -> None:
+    with pytest.raises(TypeError, match=r"got GPT\. .* derived from PreTrainedModel; others are not supported"):
+        patch_model(type("GPT", (nn.Module,), {})(), "alibi")  # type: ignore[arg-type]

@@ -91,9 +91,36 @@ def half_of_the_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([call(*heads, is_causal=True) for heads in zip(*given, strict=True)], dim=1)
 
 
+def rows_in_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The rows of a batch follow each other, and see only their own tokens."""
+    heads = [one.transpose(0, 1).flatten(1, 2).unsqueeze(0) for one in (query, key, value)]
+    visible = torch.block_diag(*[causal(query, key)] * len(query)).bool()
+    made = functional.scaled_dot_product_attention(*heads, attn_mask=visible)[0]
+    return made.unflatten(1, (len(query), -1)).transpose(0, 1)
+
+
+def with_a_key_of_no_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (functional.pad(one, (0, 0, 1, 0), value=0.5) for one in (key, value))
+    return weights(query, key, functional.pad(causal(query, query), (1, 0), value=True)) @ value
+
+
+def twice_as_wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return weights(torch.cat([query, query], -1) * 2**-0.5, torch.cat([key, key], -1)) @ value
+
+
 def keys_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = torch.matmul(key, query.transpose(-1, -2)).transpose(-1, -2) * query.shape[-1] ** -0.5
     return scores.masked_fill(~causal(query, key), torch.finfo(scores.dtype).min).softmax(-1) @ value
+
+
+def over_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = (key @ query.transpose(-1, -2)).masked_fill(~causal(query, key).T, -1e9)
+    return scores.softmax(dim=-2).transpose(-1, -2) @ value
+
+
+def largest(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = (query @ key.transpose(-1, -2)).masked_fill(~causal(query, key), -1e9)
+    return scores.masked_fill(scores < scores.topk(min(3, len(key))).values[..., -1:], -1e9).softmax(-1) @ value
 
 
 def blocks_of_the_interface(module: Any, attend: Any, heads: list[Tensor], mask: Tensor) -> Tensor:
@@ -242,26 +269,44 @@ def test_a_module_that_recomputes_its_core_is_named() -> None:
         loss.backward()
 
 
-def built(core: Core | None, scheme: Any) -> Any:
+class OwnAttention(LlamaAttention):
+    """Attention that its `way` computes from queries, keys and values."""
+
+    way: Core
+    #: Whether it caches keys before it rotates them, as code for endless texts does.
+    caches_first = False
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
+        cache = options.get("cache", options.get("past_key_values"))
+        if self.caches_first and cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = (repeat_kv(one, self.num_key_value_groups) for one in (key, value))
+        return self.o_proj(self.way(query, key, value).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class CachesFirst(OwnAttention):
+    caches_first = True
+
+
+class Mixer(OwnAttention):
+    """Only its base classes say what it is."""
+
+
+def built(core: Core | None, scheme: Any, kind: type = OwnAttention, width: int = 1) -> Any:
     """A Llama, with attention that `core` computes."""
-
-    class OwnAttention(LlamaAttention):
-        def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
-            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-            projections = self.q_proj, self.k_proj, self.v_proj
-            query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in projections)
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-            key, value = (repeat_kv(one, self.num_key_value_groups) for one in (key, value))
-            assert core is not None
-            found = core(query, key, value).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-            return self.o_proj(found), None
-
     torch.manual_seed(0)
-    return drawn(patch_model(with_attention(kind=OwnAttention if core else None), scheme), std=0.3)
+    model = with_attention(core, kind if core else None)
+    for layer in model.model.layers:
+        layer.self_attn.q_head_dim = width * layer.self_attn.head_dim
+    return drawn(patch_model(model, scheme), std=0.3)
 
 
 FOLLOWED = [of_names, with_a_vector, merged]
-IN_PARTS = [blocks, blocks_of_kernels, rows, heads, half_of_the_heads]
+IN_PARTS = [blocks, blocks_of_kernels, rows, heads, half_of_the_heads, rows_in_one]
 
 
 @pytest.mark.parametrize(("core", "scheme"), in_turn([*FOLLOWED, *IN_PARTS, grouped, keys_first], SCHEMES))
@@ -273,6 +318,80 @@ def test_a_forward_whose_parts_would_lack_the_scheme_is_refused(core: Core, sche
         expected = built(None, scheme)(ids, use_cache=False).logits
         assert distance(built(core, scheme)(ids, use_cache=False).logits, expected) <= 1e-4
         return
-    refusals = r"^OwnAttention (computes (its attention in several|scores of the shape)|multiplies keys with)"
+    refusals = r"^OwnAttention (computes (its attention in several|scores of the shape)|multiplies keys with|compares)"
     with pytest.raises(UnsupportedError, match=refusals):
         built(core, scheme)(ids, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("core", "scheme", "message"),
+    [
+        *(
+            (with_a_key_of_no_token, scheme, r"compares \d queries with \d keys.* they are learned")
+            for scheme in SCHEMES
+        ),
+        (rows_in_one, "alibi", "compares 10 queries with 10 keys in a call with 5 tokens in a row.* merges rows"),
+    ],
+)
+@torch.no_grad()
+def test_queries_and_keys_of_unknown_positions_are_refused(core: Core, scheme: Any, message: str) -> None:
+    """With a cache too: a bias took the first key for the first token, and queries for the last ones."""
+    with pytest.raises(UnsupportedError, match=message):
+        built(core, scheme)(tokens(2, 5), use_cache=True)
+
+
+@torch.no_grad()
+def test_keys_that_are_rotated_behind_the_cache_are_refused() -> None:
+    """A rotation would act before the cache and behind it. A bias does not depend on where keys are cached."""
+    for scheme in ("native", "rope", "xpos"):
+        model = built(merged, scheme, CachesFirst)
+        expected = built(None, scheme)(tokens(2, 5), use_cache=False).logits
+        assert distance(model(tokens(2, 5), use_cache=False).logits, expected) <= 1e-4
+        with pytest.raises(UnsupportedError, match="CachesFirst rotates keys after it has cached them"):
+            model(tokens(2, 1), past_key_values=model(tokens(2, 5), use_cache=True).past_key_values)
+    expected = built(None, "alibi")(tokens(2, 5)).logits
+    assert distance(built(merged, "alibi", CachesFirst)(tokens(2, 5), use_cache=True).logits, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "shaw"])
+@pytest.mark.parametrize(("core", "message"), [(over_queries, "over another axis"), (largest, r"selects .* \(topk\)")])
+@torch.no_grad()
+def test_scores_that_a_bias_would_not_fit_are_refused(core: Core, message: str, scheme: Any) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        built(core, scheme)(tokens(2, 5), use_cache=False)
+
+
+@pytest.mark.parametrize("scheme", ["native", *SCHEMES])
+@torch.no_grad()
+def test_attention_is_known_by_the_class_that_it_extends(scheme: Any) -> None:
+    expected = built(None, scheme)(tokens(2, 9), use_cache=False).logits
+    assert distance(built(merged, scheme, Mixer)(tokens(2, 9), use_cache=False).logits, expected) <= 1e-4
+
+
+class InnerAttention(torch.nn.Module):
+    """The innermost module with parameters gets heads, or the module around it."""
+
+    def __init__(self, heads_first: bool) -> None:
+        super().__init__()
+        self.gate, self.heads_first = torch.nn.Parameter(torch.ones(())), heads_first
+
+    def forward(self, *given: Any) -> Tensor:
+        query, key, value = (one for one in given if isinstance(one, Tensor))
+        return weights(query, key) @ value * self.gate
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_attention_that_gets_no_hidden_states_is_named(heads_first: bool) -> None:
+    model = with_attention(kind=OwnAttention)
+    for layer in model.model.layers:
+        inner = layer.self_attn.inner = InnerAttention(heads_first)
+        layer.self_attn.way = inner if heads_first else lambda *heads, inner=inner: inner(None, *heads)
+    given = "Tensor of 4 axes" if heads_first else "NoneType"
+    with pytest.raises(UnsupportedError, match=f"InnerAttention gets a {given} as its first argument"):
+        patch_model(model, "alibi")
+
+
+@torch.no_grad()
+def test_heads_may_be_wider_where_they_are_multiplied() -> None:
+    expected = built(None, "alibi")(tokens(2, 9), use_cache=False).logits
+    assert distance(built(twice_as_wide, "alibi", width=2)(tokens(2, 9), use_cache=False).logits, expected) <= 1e-4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
-from hf_posenc import UnsupportedError, native_scheme, patch_model
+from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from tests.kits.decoding import decoded
 from tests.matrix.running import patched, tokens
@@ -83,11 +83,11 @@ def test_phases_of_a_table_show_the_frequencies() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("row", [5, 40])
-def test_a_table_that_is_no_rotation_is_refused_with_the_version(row: int) -> None:
+def test_a_table_that_is_no_rotation_is_refused_with_its_module(row: int) -> None:
     model = patched("llama_gqa", None)
     model.model.rotary_emb = RotaryTable(model.model.rotary_emb)
     model.model.rotary_emb.cos_table[row:].mul_(-1)
-    with pytest.raises(UnsupportedError, match=f"no inverse frequencies.* {transformers.__version__}"):
+    with pytest.raises(UnsupportedError, match=f"no inverse frequencies.* read in {__name__}, which"):
         native_scheme(model)
     before = model(tokens(1, 4)).logits
     assert not torch.equal(patch_model(model, "alibi")(tokens(1, 4)).logits, before)
@@ -122,7 +122,7 @@ def test_native_is_what_a_rotary_module_computes_and_not_what_it_stores(right: b
     if right:
         torch.testing.assert_close(patch_model(model, "native")(ids).logits, expected, rtol=0, atol=1e-4)
         return
-    with pytest.raises(UnsupportedError, match=f"OwnRotary stores other inverse freq.*{transformers.__version__}"):
+    with pytest.raises(UnsupportedError, match=f"OwnRotary stores other inverse.* read in {__name__}, which"):
         patch_model(model, "native")
 
 
@@ -138,11 +138,11 @@ def test_native_is_what_a_table_returns_and_not_what_it_stores() -> None:
         patch_model(model, "native")
 
 
-def test_a_rotary_function_that_cannot_be_read_is_refused_with_the_version() -> None:
+def test_a_rotary_function_that_cannot_be_read_is_refused_with_its_module() -> None:
     def rotate(numbers: Tensor, angle: Tensor) -> Tensor:
         return numbers * angle
 
-    with pytest.raises(UnsupportedError, match=f"no argument with the name of a query.* {transformers.__version__}"):
+    with pytest.raises(UnsupportedError, match=f"no argument with the name of a query.* read in {__name__}, which"):
         rotary_call(rotate)
 
 
@@ -160,3 +160,28 @@ def test_a_function_of_two_conventions_is_read_by_the_shapes_of_the_call() -> No
     assert call.tensors((), {"q": query, "k": query, "cos": phases, "sin": phases})[2] == 1
     batched, of_batch = torch.zeros(1, 3, 5, 8), torch.ones(1, 5, 8)
     assert call.tensors((batched, batched, of_batch, of_batch), {})[2] == 2
+
+
+def test_what_is_read_in_transformers_is_refused_with_the_version() -> None:
+    with pytest.raises(UnsupportedError, match=f"which axis .* read in transformers {transformers.__version__}"):
+        rotary_call(modeling_llama.rotate_half)
+
+
+@torch.no_grad()
+def test_layers_may_hold_the_rotary_module_of_their_stack() -> None:
+    """As before transformers 4.48."""
+    model, ids = patched("llama_gqa", None), tokens(1, 12)
+    expected = model(ids).logits
+    for layer in model.model.layers:
+        layer.self_attn.rotary_emb = model.model.rotary_emb
+    for scheme in ("native", "alibi"):
+        found = patch_model(model, scheme)(ids).logits
+        torch.testing.assert_close(found, expected if scheme == "native" else patched("llama_gqa", scheme)(ids).logits)
+    assert torch.equal(unpatch_model(model)(ids).logits, expected)
+
+
+@torch.no_grad()
+def test_attention_may_be_compiled_alone() -> None:
+    model, ids = patched("llama_gqa", None), tokens(1, 12)
+    model.model.layers[0].self_attn = torch.compile(model.model.layers[0].self_attn, backend="eager")
+    torch.testing.assert_close(patch_model(model, "alibi")(ids).logits, patched("llama_gqa", "alibi")(ids).logits)

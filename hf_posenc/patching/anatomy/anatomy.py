@@ -163,13 +163,15 @@ class Stack:
 
     @cached_property
     def rotaries(self) -> list[NamedModule]:
-        """Its rotary modules."""
+        """Its rotary modules, each once."""
         tables = {id(table.module) for table in self.tables}
         named = self.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
-        known = (
-            each for each in named if "position_ids" in parameters_of(type(each[1]).forward) or returns_tables(each[1])
-        )
-        return [NamedModule(*each) for each in known]
+        known = {
+            id(module): NamedModule(path, module)
+            for path, module in reversed(named)
+            if "position_ids" in parameters_of(type(module).forward) or returns_tables(module)
+        }
+        return list(known.values())[::-1]
 
     @cached_property
     def has_other_code(self) -> bool:
@@ -425,6 +427,10 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             advice = "Pass the whole model that contains it."
         else:
             advice = "Pass the transformers model itself, for example pipeline.model or trainer.model."
+            if isinstance(inner, nn.Module):
+                advice = (
+                    "It contains no model of a class that is derived from PreTrainedModel; others are not supported."
+                )
         raise TypeError(f"Expected a transformers PreTrainedModel, got {given}. {advice}")
     if is_part(inner):
         raise UnsupportedError(

@@ -79,7 +79,16 @@ _CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
+_HEAD_DIMS = (
+    "qk_head_dim",
+    "q_head_dim",
+    "head_dim",
+    "attention_head_size",
+    "key_value_proj_dim",
+    "head_size",
+    "dim_head",
+    "d_head",
+)
 #: The method of a Conformer's attention that rotates its input, before queries and keys are projected.
 _ROTATES_INPUT = "_apply_rotary_embedding"
 #: Arguments of a module that rotates a query and its key, or both in one tensor.
@@ -215,11 +224,18 @@ def _uses_interface(forward: Any) -> bool:
 
 
 def _computes_scores(module: nn.Module) -> bool:
-    """Whether a module is an innermost attention module: "Attention" in its class name, with parameters."""
-    if "Attention" not in type(module).__name__:
+    """Whether a module is an innermost attention module: it has parameters, and the name for attention."""
+    kinds: list[tuple[nn.Module, Any]] = [(each, type(each)) for each in module.modules()]
+    if not _is_attention(kinds[0][1]):
         return False
-    named = (each for each in module.modules() if "Attention" in type(each).__name__)
+    named = (each for each, kind in kinds if _is_attention(kind))
     return [each for each in named if next(each.parameters(), None) is not None] == [module]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_attention(kind: Any) -> bool:
+    """Whether a class, or one that it extends, has "Attention" in its name."""
+    return "Attention" in " ".join([each.__name__ for each in kind.__mro__])
 
 
 def _refuse_other_attention(stack: Stack) -> None:
@@ -268,7 +284,8 @@ def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> t
     num_heads = first_int(module, _HEADS) or first_int(config, _HEADS)
     if not num_heads:
         raise unknown_seam(
-            f"{type(module).__name__} has no known attribute for its number of heads (tried {', '.join(_HEADS)})."
+            f"{type(module).__name__} has no known attribute for its number of heads (tried {', '.join(_HEADS)}).",
+            module,
         )
     head_dim = first_int(module, _HEAD_DIMS) or first_int(config, ("head_dim", "d_kv"))
     if not head_dim:
@@ -277,7 +294,8 @@ def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> t
     if not head_dim:
         raise unknown_seam(
             f"{type(module).__name__} has no known attribute for the width of its heads (tried "
-            f"{', '.join(_HEAD_DIMS)}), or for that of all of them together (tried {', '.join(WIDTHS)})."
+            f"{', '.join(_HEAD_DIMS)}), or for that of all of them together (tried {', '.join(WIDTHS)}).",
+            module,
         )
     return num_heads, head_dim
 

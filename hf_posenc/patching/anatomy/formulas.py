@@ -25,6 +25,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
 )
 from hf_posenc.patching.anatomy.sites import FixedTable
 from hf_posenc.patching.anatomy.weights import copied, onload_weights
+from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes import RopeConfig, SinusoidalConfig
 from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -79,10 +80,16 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
 def rotation_by(module: Any, width: int) -> RopeConfig | None:
     """The rotation of a module that is called with heads of this width; `None` if its frequencies are not fixed."""
     clone, places, ids = copied(module, lambda weight: weight.clone().cpu()), torch.arange(width), torch.arange(_FAR)
-    for layout, first in (("half", places < width // 2), ("interleaved", places % 2 == 0)):
-        ones = first.float().expand(1, 1, _FAR, width)
-        with suppress(Exception):  # It may keep a table of fewer positions, or read another order of axes.
-            query, key = (heads[0, 0] for heads in type(module).forward(clone, ones, ones))
+    packed = [*forward_parameters(type(module))][1] == "qkv"
+    shapes = (1, 1, _FAR, width), (1, _FAR, 1, width), (1, _FAR, width)
+    layouts = ("half", places < width // 2), ("interleaved", places % 2 == 0)
+    for (layout, first), shape, axis in itertools.product(layouts, shapes, (0, 2) if packed else (0,)):
+        ones = first.float().repeat(_FAR, 1).view(shape)
+        # The code of others may raise anything at a call with other axes, or with more tokens than its table has.
+        with suppress(Exception):
+            rotated = type(module).forward(clone, *([torch.stack([ones] * 3, axis)] if packed else [ones, ones]))
+            heads = (rotated.unbind(axis) if packed else rotated)[:2]
+            query, key = (each.reshape(_FAR, width) for each in heads)
             angles = torch.atan2(query[:, ~first].double(), query[:, first].double())
             refuse_other_angles(module, angles, ids, None)
             if torch.equal(query, key) and angles[1].all() and not angles[0].any():

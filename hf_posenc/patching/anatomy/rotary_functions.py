@@ -105,14 +105,16 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     except ValueError as error:  # A function of torch.jit.script, or of a C extension.
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)} has no signature in Python ({error}), so "
-            "it is unknown which tensors it rotates."
+            "it is unknown which tensors it rotates.",
+            function,
         ) from error
     names = list(signature.parameters)
     query = next((name for name in _QUERY_NAMES if name in names), None)
     if query is None:
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} has no argument with the name "
-            f"of a query ({', '.join(_QUERY_NAMES)}), so its tensors cannot be recognised."
+            f"of a query ({', '.join(_QUERY_NAMES)}), so its tensors cannot be recognised.",
+            function,
         )
     if not _VALUE_NAMES.isdisjoint(names):
         raise UnsupportedError(
@@ -129,7 +131,8 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
         if not axes:
             raise unknown_seam(
                 f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known "
-                "order of the axes of its tensors, or requires other arguments."
+                "order of the axes of its tensors, or requires other arguments.",
+                function,
             )
         phase_shape, time_axis = next(iter(axes.items()))
         other_axes = {} if len(set(axes.values())) == 1 else axes
@@ -137,7 +140,8 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     else:
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} does not show which axis of its "
-            "tensors is time."
+            "tensors is time.",
+            function,
         )
     return RotaryCall(query, key, time_axis, tuple(names))
 
@@ -197,7 +201,8 @@ def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, l
     except (TypeError, IndexError, RuntimeError) as error:
         raise unknown_seam(
             f"{type(module).__name__} could not compute the phases of a token ({error}): its positions have more than "
-            "one axis, or it requires other arguments."
+            "one axis, or it requires other arguments.",
+            module,
         ) from error
 
 
@@ -290,7 +295,8 @@ def _pairing_with(width: int, function: Callable[..., Any]) -> Layout:
     raise unknown_seam(
         f"The rotary function {name} does not rotate the pairs of a layout (half, interleaved), or does more than "
         f"that: with cosine 1 and sine 0 it maps dimension 0 to {identity[:, 0].tolist()}, with cosine 0 and sine 1 to "
-        f"{quarter[:, 0].tolist()}. A scheme replaces this function, so its other effects would be lost."
+        f"{quarter[:, 0].tolist()}. A scheme replaces this function, so its other effects would be lost.",
+        function,
     )
 
 
@@ -319,12 +325,15 @@ def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float)
     except (TypeError, IndexError, RuntimeError) as error:
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}({', '.join(call.parameters)}) could not be "
-            f"called with {', '.join(arguments)} ({error}), so its pairing is unknown."
+            f"called with {', '.join(arguments)} ({error}), so its pairing is unknown.",
+            function,
         ) from error
     query, key = output[:2] if isinstance(output, tuple) else (output, output)
     if not torch.equal(query, key):
         name = f"{written_in(function)}.{getattr(function, '__name__', function)}"
-        raise unknown_seam(f"The rotary function {name} maps queries and keys differently, which no scheme does.")
+        raise unknown_seam(
+            f"The rotary function {name} maps queries and keys differently, which no scheme does.", function
+        )
     return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)
 
 
@@ -373,7 +382,8 @@ def refuse_other_angles(module: nn.Module, angles: Tensor, ids: Tensor, stored: 
         stores, of = ("no", "fixed") if stored is None else ("other", "its")
         raise unknown_seam(
             f"{type(module).__name__} stores {stores} inverse frequencies: its phases are not those of a rotation with "
-            f"{of} frequencies, in float32."
+            f"{of} frequencies, in float32.",
+            module,
         )
 
 

@@ -32,7 +32,7 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.forwards import registered_function
+from hf_posenc.patching.forwards import registered_function, written_in
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -197,11 +197,15 @@ def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
             "`silence` disables any other mechanism."
         )
     if _is_silenced(stack):
+        where = f"transformers {transformers.__version__} computes it in a place unknown to hf_posenc"
+        advice = "Use a version of transformers that hf_posenc was tested with, or"
+        if stack.has_other_code:
+            where = f"its code ({written_in(type(stack.module).forward)}) has positions in another place too"
+            advice = "If the model draws random numbers in evaluation (dropout), switch that off. Otherwise"
         return UnsupportedError(
             f"The {stack.mechanism or 'rotation'} of this {kind} ({model_type}) was disabled, but {what} nevertheless: "
-            f"transformers {transformers.__version__} computes it in a place unknown to hf_posenc, and it would remain "
-            "active next to any scheme. Use a version of transformers that hf_posenc was tested with, or declare how "
-            f"to disable it with hf_posenc.register_architecture({model_type!r}, architecture=...)."
+            f"{where}, and it would remain active next to any scheme. {advice} declare how to disable it with "
+            f"hf_posenc.register_architecture({model_type!r}, architecture=...)."
         )
     function = stack.config._attn_implementation if registered_function(stack.config) else None
     registered = f" The attention function {function!r} was registered by other code." if function else ""

@@ -387,7 +387,9 @@ def _own_modules(base: nn.Module) -> list[tuple[str, nn.Module]]:
         path, module = pending.pop()
         modules.append((path, module))
         children = [(f"{path}{name}.", child) for name, child in module._modules.items() if name not in _LEFT_OUT]
-        pending.extend((inside, child) for inside, child in reversed(children) if child and type(child) not in of_peft)
+        pending.extend(
+            (inside, child) for inside, child in reversed(children) if child is not None and type(child) not in of_peft
+        )
     return modules
 
 

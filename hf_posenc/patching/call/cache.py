@@ -156,7 +156,9 @@ def cache_argument(model: nn.Module) -> str:
     parameters = inspect.signature(type(model).forward).parameters.values()
     name = next((parameter.name for parameter in parameters if "Cache" in str(parameter.annotation)), None)
     if name is None:
-        raise unknown_seam(f"The forward of {type(model).__name__} has no argument that is annotated as a cache.")
+        raise unknown_seam(
+            f"The forward of {type(model).__name__} has no argument that is annotated as a cache.", model
+        )
     return name
 
 

@@ -99,20 +99,39 @@ def refuse_tensors(arguments: dict[str, Any], scheme: SchemeConfig) -> None:
             )
 
 
-def refuse_unknown_keys(state: ForwardState, length: int, attention: nn.Module) -> None:
-    """Refuses more keys than the tokens of the call and its cache, in an attention module of other code.
+def refuse_unknown_tokens(state: ForwardState, queries: int, keys: int, attention: nn.Module) -> None:
+    """Refuses more queries than the tokens of a call, or more keys than these and its cache, in other code.
 
     Args:
         state: the state of the call.
-        length: number of keys.
+        queries: number of queries.
+        keys: number of keys.
         attention: the attention module.
     """
-    if state.cache_object is None and isinstance(state.offset, int) and length > (state.end or length):
+    compares = f"{type(attention).__name__} compares {queries} queries with {keys} keys"
+    if queries > state.query_length:
         raise UnsupportedError(
-            f"{type(attention).__name__} compares {state.query_length} queries with {length} keys. The other keys are "
-            "cached in an object that is not a transformers Cache, or in the module, so their positions are unknown. "
-            "Use a transformers.DynamicCache, or call the model with the whole sequence."
+            f"{compares} in a call with {state.query_length} tokens in a row, so their positions are unknown: it "
+            "merges rows of the batch, or has queries that are no tokens. Compute the attention of each row on its "
+            "own, with heads of the shape (batch, heads, length, head_dim)."
         )
+    layer = plain_layer(state.cache_object, getattr(attention, "layer_idx", None) or 0)
+    stored = getattr(layer, "keys", None)
+    known = max(state.end or keys, stored.shape[-2] if isinstance(stored, Tensor) and stored.dim() == 4 else 0)
+    if isinstance(state.offset, int) and keys > known and (state.cache_object is None or layer is not None):
+        raise UnsupportedError(
+            f"{compares}, but its call and a transformers Cache have {known} tokens. The positions of the other keys "
+            "are unknown: they are learned, or cached in the module or in an object that is not a transformers Cache. "
+            "Use a transformers.DynamicCache or the whole sequence, and no keys that are no tokens."
+        )
+
+
+def rotates_cached_keys(attention: nn.Module) -> UnsupportedError:
+    """The error for an attention module of other code that rotates other tokens than those of the call."""
+    return UnsupportedError(
+        f"{type(attention).__name__} rotates keys after it has cached them, and the scheme rotates them before. Rotate "
+        "keys before the cache is updated, as transformers' own classes do, or call the model with use_cache=False."
+    )
 
 
 def plain_layer(cache: Any, layer_idx: int = 0, *_: Any, **__: Any) -> Any:

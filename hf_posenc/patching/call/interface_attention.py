@@ -32,7 +32,7 @@ from hf_posenc.patching.call.attention_site import (
     without_batch,
 )
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.cache_checks import refuse_unknown_keys
+from hf_posenc.patching.call.cache_checks import refuse_unknown_tokens, rotates_cached_keys
 from hf_posenc.patching.call.checked_layer import CheckedLayer
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
@@ -262,7 +262,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             self._refuse_parts(call, query.shape[2], key.shape[2])
         call.attended = True
         if self.is_other_code and not self.runtime.layout.has_axes:
-            refuse_unknown_keys(call.state, key.shape[2], self.module)
+            refuse_unknown_tokens(call.state, query.shape[2], key.shape[2], self.module)
         arguments: tuple[Any, ...] = ()
         # A graph of one layer cannot hold what other graphs have found.
         if self.encoding.checked_with is not None and not args and call.state.in_graph == torch.compiler.is_compiling():
@@ -349,7 +349,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         if self.native_bias == "unknown":
             raise unknown_seam(
                 f"{type(self.module).__name__} passes a `position_bias` to its attention function, and it is not known "
-                "whether a scheme replaces it."
+                "whether a scheme replaces it.",
+                self.module,
             )
         if mask is None or mask.dtype != torch.bool:
             return bias if mask is None else mask + bias
@@ -462,6 +463,11 @@ class RotaryReplacement:
             return query if key is None else (query, key)
         call = self.site.calls.top
         assert call is not None
+        if self.site.is_other_code and not self.site.runtime.layout.has_axes:
+            *heads, axis = self.rotary.tensors(args, kwargs)
+            lengths = {each.shape[axis - 4] for each in heads if each is not None}
+            if call.keys_mapped or lengths != {call.state.query_length}:
+                raise rotates_cached_keys(self.site.module)
         return self.site.rotate(call, self.rotary, args, kwargs)
 
 

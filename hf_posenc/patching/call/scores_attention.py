@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode, in_parts
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.cache_checks import refuse_unknown_keys
+from hf_posenc.patching.call.cache_checks import refuse_unknown_tokens
 from hf_posenc.patching.call.interface_attention import Rebound, RotaryReplacement
 from hf_posenc.patching.call.outside_stack import is_outside
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -50,7 +51,16 @@ class ScoresAttention(Rebound, AttentionSite):
         self.awaited = False
         if self.encoding.parts and is_outside(self.runtime):
             return self.outside_stack(args, kwargs)
-        call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
+        hidden_states: Any = args[0] if args else next(iter(kwargs.values()))
+        axes = hidden_states.dim() if isinstance(hidden_states, Tensor) else 0
+        if self.is_other_code and not self.runtime.layout.has_axes and axes not in (2, 3):
+            given = type(hidden_states).__name__ + (f" of {axes} axes" if axes else "")
+            raise UnsupportedError(
+                f"{type(self.module).__name__} gets a {given} as its first argument, and not the hidden states (batch, "
+                "length, hidden) of its tokens, so their positions are unknown. Compute attention in a module that "
+                "gets them, and give modules inside it names without 'Attention'."
+            )
+        call = self.begin_call(hidden_states)
         if call.state.held_by_layer:
             call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:
@@ -65,9 +75,11 @@ class ScoresAttention(Rebound, AttentionSite):
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             encoding = self.encoding
-            if self.is_other_code and not self.runtime.layout.has_axes:
-                refuse_unknown_keys(call.state, key.shape[-2], self.module)
             changes = not call.rotations or encoding.rotates_by_input or encoding.logit_scale is not None
+            # Queries of merged rows may have been rotated before.
+            reads_tokens = changes or adds_bias or query.shape[-2] <= call.state.query_length
+            if self.is_other_code and reads_tokens and not self.runtime.layout.has_axes:
+                refuse_unknown_tokens(call.state, query.shape[-2], key.shape[-2], self.module)
             if not changes and not adds_bias:
                 return query, key
             # The module may merge batch and heads.
@@ -120,7 +132,8 @@ class ScoresAttention(Rebound, AttentionSite):
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):
             raise unknown_seam(
                 f"{type(self.module).__name__} never multiplied queries of width {self.encoding.head_dim} with keys"
-                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect."
+                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect.",
+                self.module,
             )
         self.note_rotation(call)
         return output
