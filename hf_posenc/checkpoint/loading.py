@@ -159,10 +159,11 @@ def from_config(call: Call) -> Any:
 
     def build(call: Call) -> Any:
         written = call["config"]
-        if read_fields(written) is None:
+        fields = read_fields(written)
+        if fields is None:
             return call.run()
         model = call.changed(config=_without_entry(written)).run()
-        _place(model, written)
+        _place(model, written, fields)
         return model
 
     return _with_requested_scheme(call, build)
@@ -311,7 +312,7 @@ def patching_proxy(
         if fields is None:
             return model_class(config, *args, **kwargs)
         model = model_class(_without_entry(config), *args, **kwargs)
-        _place(model, config, check_fits)
+        _place(model, config, fields, check_fits)
         if built is not None:
             built.append(_Built(model, fields["format"]))
         return model
@@ -335,8 +336,13 @@ def _without_entry(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _place(model: Any, config: PreTrainedConfig, check_fits: Callable[[Any, Any], None] | None = None) -> None:
-    """Patches a stock model that was built from `_without_entry(config)` with the scheme in the entry."""
+def _place(
+    model: Any,
+    config: PreTrainedConfig,
+    fields: dict[str, Any],
+    check_fits: Callable[[Any, Any], None] | None = None,
+) -> None:
+    """Patches a stock model that was built from `_without_entry(config)` with the scheme in the fields of the entry."""
     import torch
     from transformers.modeling_utils import local_torch_dtype
 
@@ -349,7 +355,7 @@ def _place(model: Any, config: PreTrainedConfig, check_fits: Callable[[Any, Any]
     # Transformers builds models on the meta device and with another default dtype. Constants of a scheme are computed
     # on a real device in float32; `patch_model` then moves the parameters to the model's device.
     with ordinary_context(), torch.device("cpu"), local_torch_dtype(torch.float32):
-        scheme = scheme_from_dict(read_fields(config)["scheme"])
+        scheme = scheme_from_dict(fields["scheme"])
         transaction = Transaction(model)
         if check_fits is not None:
             transaction.anatomy.is_runnable = False  # Its weights are not loaded yet.

@@ -3,7 +3,7 @@
 DeepSpeed changes what other packages import, so it is not in the environment of the other tests:
 
     pip install --no-deps --target outputs/deepspeed -r tests/deepspeed.txt
-    PYTHONPATH=outputs/deepspeed python -m pytest --long tests/distributed/test_deepspeed.py
+    PYTHONPATH=$PWD/outputs/deepspeed python -m pytest --long tests/distributed/test_deepspeed.py
 """
 
 from __future__ import annotations

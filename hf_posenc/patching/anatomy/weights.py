@@ -37,27 +37,26 @@ Module = TypeVar("Module", bound=nn.Module)
 _HOOKED = ("_hf_hook", "_old_forward", "forward")
 
 
-class onload_weights:
-    """Loads the offloaded weights of a part to its execution device inside a `with` block.
+@contextmanager
+def onload_weights(part: nn.Module) -> Iterator[None]:
+    """Context manager in which the weights of a part are whole, on its execution device.
 
-    accelerate's hooks do this around `forward` only, and a patched model calls other methods of a part too.
+    Hooks of accelerate and DeepSpeed do this around `forward` only, and a patched model calls other methods too.
 
     Args:
         part: the part whose methods are called in the block.
     """
-
-    def __init__(self, part: nn.Module) -> None:
-        # Most parts have no submodules, and iterating over `modules()` in every layer slows decoding down.
-        modules = part.modules() if part._modules else (part,)
-        self.hooked = [module for module in modules if "_hf_hook" in module.__dict__]
-
-    def __enter__(self) -> None:
-        for module in self.hooked:
+    # Most parts have no submodules, and iterating over `modules()` in every layer slows decoding down.
+    modules = part.modules() if part._modules else (part,)
+    hooked = [module for module in modules if "_hf_hook" in module.__dict__]
+    with gathered(part.parameters()):
+        for module in hooked:
             module.__dict__["_hf_hook"].pre_forward(module)
-
-    def __exit__(self, *error: object) -> None:
-        for module in self.hooked:
-            module.__dict__["_hf_hook"].post_forward(module, None)
+        try:
+            yield
+        finally:
+            for module in hooked:
+                module.__dict__["_hf_hook"].post_forward(module, None)
 
 
 def copied_to(part: Module, device: torch.device) -> Module:

@@ -19,6 +19,7 @@ from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMP
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, first_int
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.sites import NamedModule, OwnedTable, table_origin
+from hf_posenc.patching.anatomy.weights import shape_of
 from hf_posenc.patching.call.cache_checks import vectors
 from hf_posenc.patching.forwards import PlacedForward, Viewed, WithOverrides, forward_parameters, names_used, view_of
 from hf_posenc.patching.layouts.layout import Layout
@@ -125,7 +126,7 @@ class Series(Layout):
                 strides = [int(layer.stride[0]) for layer in module.modules() if isinstance(layer, nn.Conv1d)]
                 series.vectors.append(VectorModule(path, module, site, stride=strides[0] if strides else 1))
             for name, parameter in module._parameters.items():
-                if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
+                if parameter is not None and _PARAMETER.match(name) and len(shape_of(parameter)) in (2, 3):
                     class_tokens = int(getattr(module, "cls_token", None) is not None)
                     series.tables.append(OwnedTable(path, module, name, class_tokens))
         of_positions = {id(layer) for vectors in series.vectors for layer in vectors.module.modules()}

@@ -146,11 +146,12 @@ class CayleyMap(RotationInBasis):
         *factors, columns = first.prepared((*(tensor.flatten(0, 1) for tensor in angles), columns), dtype)
         if not factors:
             return [(tensor,) for tensor in columns.unbind(0)]
-        direct, other = (
-            [None] * len(layers) if factor is None else torch.unflatten(factor, 0, (len(layers), -1)).unbind(0)
-            for factor in factors[0]
-        )
+        direct, other = (_apart(factor, len(layers)) for factor in factors[0])
         return list(zip(map(RotationFactors, direct, other), columns.unbind(0), strict=True))
+
+
+def _apart(factor: Tensor | None, layers: int) -> Any:
+    return (None,) * layers if factor is None else torch.unflatten(factor, 0, (layers, -1)).unbind(0)
 
 
 class CirculantRotation(RotaryMap):
