@@ -18,13 +18,13 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (30, 1189, 523),
-    "patch and first forward": (37, 1383, 613),
+    "patch": (30, 1192, 525),
+    "patch and first forward": (37, 1386, 615),
     "forward": (14, 102, 58),
     "further layer": (14, 21, 13),
     "decoding": (13, 127, 64),
     "save": (13, 270, 57),
-    "from_pretrained": (32, 1193, 528),
+    "from_pretrained": (33, 1181, 517),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -101,13 +101,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 55_837
+    assert sum(lines) <= 56_097
     assert max(lines) <= 500
     assert len(lines) <= 300
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_051), ("eval", 322), ("benchmarks", 2_496), ("tests", 58_595)]
+    ("room", "most"), [("training", 7_049), ("eval", 322), ("benchmarks", 2_496), ("tests", 59_013)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

@@ -194,22 +194,14 @@ def _held_by(holder: Any, module: nn.Module) -> list[Any]:
 
 
 def unknown_seam(problem: str, read: Any) -> UnsupportedError:
-    """Returns the error for a name, a signature or a shape that discovery does not know.
-
-    Args:
-        problem: what was found.
-        read: the function or the module in whose code it was found.
-    """
+    """The error for a name, a signature or a shape that discovery does not know in the code of a function or module."""
     source = written_in(type(read).forward if isinstance(read, nn.Module) else read)
+    where, remedy = f"{source or 'code'}, which is not part of transformers", "write it as transformers' own models do"
     if source.startswith("transformers."):
-        return UnsupportedError(
-            f"{problem} It was read in transformers {transformers.__version__}, which may differ from the versions "
-            "that hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one "
-            "of these."
-        )
+        version, remedy = transformers.__version__, "use one of these"
+        where = f"transformers {version}, which may differ from the versions that hf_posenc was tested with"
     return UnsupportedError(
-        f"{problem} It was read in {source or 'code'}, which is not part of transformers. Write it as transformers' "
-        "own models do, or declare the architecture with hf_posenc.register_architecture."
+        f"{problem} It was read in {where}. Declare the architecture with hf_posenc.register_architecture, or {remedy}."
     )
 
 
@@ -404,10 +396,8 @@ def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def unrotated_heads(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a module that rotates one packed tensor, or a query and a key: returns them unchanged.
-
-    A module of flash-attn takes a query as `qkv` if it also gets `kv`, the key and the value.
-    """
+    """Replaces a module that rotates one packed tensor, or a query and a key: returns them unchanged."""
+    # A module of flash-attn takes a query as `qkv` if it also gets `kv`, the key and the value.
     given, (first, second) = named_arguments(module, args, kwargs), [*forward_parameters(type(module))][1:3]
     second = "kv" if first == "qkv" else second
     return given[first] if given.get(second) is None else (given[first], given[second])

@@ -80,15 +80,9 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_DIMS = (
-    "qk_head_dim",
-    "q_head_dim",
-    "head_dim",
-    "attention_head_size",
-    "key_value_proj_dim",
-    "head_size",
-    "dim_head",
+    "qk_head_dim", "q_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head",
     "d_head",
-)
+)  # fmt: skip
 #: The method of a Conformer's attention that rotates its input, before queries and keys are projected.
 _ROTATES_INPUT = "_apply_rotary_embedding"
 #: Arguments of a module that rotates a query and its key, or both in one tensor.

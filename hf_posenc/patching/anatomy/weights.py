@@ -21,7 +21,7 @@ import base64
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,7 +112,7 @@ def is_partitioned(weight: Tensor) -> bool:
 
 def has_partitioned(model: nn.Module) -> bool:
     """Whether weights of a model are partitioned."""
-    return any(map(is_partitioned, model.parameters()))
+    return any(hasattr(weight, "ds_shape") and is_partitioned(weight) for weight in model.parameters())
 
 
 def shape_of(weight: Tensor) -> tuple[int, ...]:
@@ -221,11 +221,12 @@ def samples(
     # Replicated layers share their parameters: the first name is that of the base model.
     places = {id(place.parameter): (name, place) for name, place in reversed(_base_parameters(model).items())}
     tensors = {name: place.tensor(state, read_offloaded, gather) for name, place in reversed(places.values())}
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None and 0 not in shape_of(tensor)}
-    matrices = [name for name, tensor in present.items() if len(shape_of(tensor)) > 1]
-    vectors = [name for name, tensor in present.items() if len(shape_of(tensor)) == 1]
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in present.items()}
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape]
+    vectors = [name for name, shape in shapes.items() if len(shape) == 1 and 0 not in shape]
     chosen = [*_spread(matrices, _MATRICES), *_spread(vectors, _VECTORS)]
-    return {name: _sample(present[name], shape_of(present[name])) for name in chosen}
+    return {name: _sample(present[name], shapes[name]) for name in chosen}
 
 
 def difference(saved: Fingerprint, model: PreTrainedModel, recorded: Mapping[str, Sample] | None = None) -> str | None:
@@ -359,7 +360,7 @@ class _Place(NamedTuple):
             return None
         if tensor.device.type == "meta":
             return _offloaded(self.module, self.attribute) if read_offloaded else None
-        if is_partitioned(tensor):
+        if hasattr(tensor, "ds_shape") and is_partitioned(tensor):
             return tensor if gather else None
         return tensor.detach()
 
@@ -412,7 +413,7 @@ def _spread(names: list[str], most: int) -> list[str]:
 
 def _sample(tensor: Tensor, shape: tuple[int, ...]) -> Sample:
     """Values at indices that depend only on `shape`, in the first half of the rows (new tokens come last)."""
-    with gathered([tensor]):
+    with gathered([tensor]) if hasattr(tensor, "ds_shape") else nullcontext():
         values = tensor.detach()[tuple(torch.from_numpy(places).to(tensor.device) for places in _places(shape))]
         return Sample(values.to("cpu", torch.float32), tensor.dtype, shape)
 
