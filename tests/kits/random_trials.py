@@ -15,11 +15,13 @@ import functools
 import random
 import sys
 import tempfile
+import traceback
 import types
 import typing
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.utils import logging
 
-from hf_posenc import PositionEncodingError, SequenceLengthError, list_schemes, patch_model, unpatch_model
+from hf_posenc import PositionEncodingError, list_schemes, patch_model, unpatch_model
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import get_scheme
 from tests.architectures.population import Pair, default_pairs
@@ -48,8 +50,6 @@ _SAMPLES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 #: A function of a model, ids and their logits, which returns logits and what they have to equal.
 Way = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
-#: Errors that say why something is not computed.
-_REFUSALS = (PositionEncodingError, SequenceLengthError, ValueError, TypeError)
 
 
 def random_scheme(draw: random.Random, depth: int = 0) -> SchemeConfig:
@@ -157,15 +157,32 @@ def ways(pair: Pair, seed: int) -> Iterator[tuple[str, Way, Way]]:
     def in_steps(model: Any, ids: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         return decoded(model, ids, DynamicCache(config=model.config), pieces), full
 
+    def beams(model: Any, ids: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        given = {"min_new_tokens": 4, "max_new_tokens": 4, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+        with_cache, without = (model.generate(ids, use_cache=cached, **given) for cached in (True, False))
+        return with_cache.float(), without.float()
+
+    def eager(model: Any, ids: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        other = copy.deepcopy(model)
+        other.set_attn_implementation("eager")
+        return _logits(other(ids)), full
+
     def copied(model: Any, ids: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         return _logits(copy.deepcopy(model)(ids)), full
 
     yield "padding", padded, told
-    of_all: dict[str, Way] = {"one row": row, "saved": saved, "copied": copied}
+    of_all: dict[str, Way] = {"one row": row, "saved": saved, "copied": copied, "eager": eager}
     if decodes:
         of_all |= {"decoded": in_steps, "padding and decoded": behind_padding, "padding with positions": told}
-        of_all |= {"gaps": with_gaps, "static": static, "packed": packed}
+        of_all |= {"gaps": with_gaps, "static": static, "packed": packed, "beams": beams}
     yield from ((name, way, way) for name, way in of_all.items())
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error gives a reason: its class is one of ours, or a statement of ours raises it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    raised = "hf_posenc" in Path(last.filename).parts[-4:] and (last.line or "").startswith("raise")
+    return raised or isinstance(error, PositionEncodingError)
 
 
 def _is_equal(value: float | str) -> bool:
@@ -181,10 +198,8 @@ def _difference(way: Callable[..., tuple[Tensor, Tensor]], *subject: Any) -> flo
     """A relative difference; the reason of a refusal; or the error of a crash, which begins with a dash."""
     try:
         ours, expected = way(*subject)
-    except _REFUSALS as error:
-        return str(error)
-    except Exception as error:  # Anything else is what the trials look for.
-        return f"- {type(error).__name__}: {error}"
+    except Exception as error:  # Anything else than a refusal is what the trials look for.
+        return str(error) if is_refusal(error) else f"- {type(error).__name__}: {error}"
     return float((ours - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
 
@@ -211,13 +226,14 @@ def trial(number: int) -> tuple[str, dict[str, float | str]]:
     scheme: Any = schemes[0] if len(schemes) == 1 else schemes
     where = {"layers": [0]} if draw.random() < 0.2 else {}
     what = f"{number}: {pair.name}, {scheme}, {where}"
+    found: dict[str, float | str]
     try:
         patch_model(model, scheme, **where)
-    except _REFUSALS as error:
-        changed = {} if torch.equal(_logits(model(ids)), expected) else {"refused, but changed": 1.0}
-        return f"refused: {what}: {error}", changed
+    except Exception as error:
+        found = {} if torch.equal(_logits(model(ids)), expected) else {"refused, but changed": 1.0}
+        return f"refused: {what}: {error}", found if is_refusal(error) else {"patch": repr(error)}
     _stir(model, number)
-    found: dict[str, float | str] = {}
+    found = {}
     full = _difference(lambda: (_logits(model(ids)),) * 2)
     if isinstance(full, str):
         return f"refused: {what}: {full}", {"call": full} if full.startswith("-") else {}
