@@ -107,7 +107,7 @@ def test_the_library_is_no_larger() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_049), ("eval", 322), ("benchmarks", 2_496), ("tests", 59_013)]
+    ("room", "most"), [("training", 7_049), ("eval", 322), ("benchmarks", 2_496), ("tests", 59_029)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)

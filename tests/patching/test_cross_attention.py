@@ -283,7 +283,7 @@ def test_schemes_for_one_sequence_are_refused(cross: Any, reason: str) -> None:
 def test_models_and_options_that_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no cross-attention"):
         patch_model(visible("LlamaForCausalLM"), "rope", cross_attention=True)
-    with pytest.raises(ValueError, match="Name the scheme"):
+    with pytest.raises(ValueError, match="Name another scheme"):
         patch_model(model_of(), "native", cross_attention=True)
     with pytest.raises(ValueError, match="within a sequence"):
         CrossAttentionConfig(CrossAttentionConfig("rope", "rope"), "rope")

@@ -318,7 +318,7 @@ def test_a_forward_whose_parts_would_lack_the_scheme_is_refused(core: Core, sche
         expected = built(None, scheme)(ids, use_cache=False).logits
         assert distance(built(core, scheme)(ids, use_cache=False).logits, expected) <= 1e-4
         return
-    refusals = r"^OwnAttention (computes (its attention in several|scores of the shape)|multiplies keys with|compares)"
+    refusals = r"^OwnAttention (computes (its attention in several|scores of the shape)|multiplies keys by|compares)"
     with pytest.raises(UnsupportedError, match=refusals):
         built(core, scheme)(ids, use_cache=False)
 

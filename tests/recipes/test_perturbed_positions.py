@@ -251,7 +251,7 @@ def test_packed_rows_and_a_window_of_attention_are_refused():
     model, ids = patched("mistral_sliding", None), tokens()
     positions = torch.cat([torch.arange(2), torch.arange(12)]).expand(2, -1)
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    with pytest.raises(UnsupportedError, match="window of attention"):
+    with pytest.raises(UnsupportedError, match="sliding-window attention"):
         _call(model, inputs)
     assert float(_call(model, {"input_ids": ids, "labels": ids}).detach()) > 7
 

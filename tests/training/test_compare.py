@@ -239,7 +239,7 @@ def test_schemes_and_seeds_can_be_added(begun: Path, tiny: Words) -> None:
     [
         ({"max_steps": 3}, "max_steps was 2 and is now 3"),
         ({"scheme_options": {"none": {"training": {"learning_rate": 1.0}}}}, "causal-none-seed0 in "),
-        ({"save_models": "true"}, "causal-none-seed0 has ended"),
+        ({"save_models": "true"}, "causal-none-seed0 is finished"),
         ({"learning_rates": "[1e-3]", "learning_rate": 1e-3}, "chooses one for each scheme"),
     ],
 )
